@@ -91,8 +91,7 @@ class DevicePipeline(CommPipeline):
         return sum_rows(flat, places, columns, scale)
 
     def _begin_compute(self) -> None:
-        """Records, for time measurements, that the forward's compute begins. By now the batch's ids have been computed.
-        """
+        """Records, for time measurements, that the forward's compute begins. By now, the ids of the batch are known."""
         self._ids_known = self._streams.record("ids known")
         super()._begin_compute()
 

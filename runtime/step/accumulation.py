@@ -40,9 +40,9 @@ class _EagerBackward:
 
     Attributes:
         before: name of a parameter -> its `.grad` before the backward, if it had one.
-        kept: names of parameters whose `.grad` stays in place during the backward, because their hooks must see the
-            sum.
-        reached: names of parameters whose gradients have been accumulated, in order.
+        kept: names of parameters whose `.grad` stays in place during the backward, because their hooks must see the sum
+            of the old and the new gradient.
+        reached: names of parameters whose gradients have been accumulated, in the order of accumulation.
         task: the autograd engine's id of the backward. A nested backward, such as that of a checkpoint, has another id.
     """
 
@@ -73,8 +73,8 @@ class Accumulation:
     """Follows autograd while it accumulates the gradients of one model's parameters.
 
     Args:
-        look: a weak reference to a method that is called with a backward's gradients, by parameter, before they are
-            exchanged.
+        look: a weak reference to a method. It is called with the gradients of a backward, by parameter name, before
+            they are exchanged.
 
     Attributes:
         parameters: name -> parameter, for parameters whose gradients are exchanged.
@@ -128,8 +128,11 @@ class Accumulation:
             node.register_prehook(partial(_on_backward_node, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins the backward of a call. If the backward did not start at a call's results (`step` is None), it is
-        attributed to the last call.
+        """Begins the backward of a call.
+
+        Args:
+            step: the call at whose results the backward started. None if it started at another tensor; it is then
+                attributed to the last call.
         """
         if not self._accumulates_parameters():
             return
@@ -150,7 +153,7 @@ class Accumulation:
             step.begin_backward(of_results=of_results)
 
     def _accumulates_parameters(self) -> bool:
-        """Returns whether the running backward accumulates into `.grad`, which `torch.autograd.grad` does not."""
+        """Returns whether the running backward accumulates into `.grad`. This is not so under `torch.autograd.grad`."""
         try:
             return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
         except RuntimeError:  # torch raises under `torch.autograd.grad` of a parameter
@@ -166,7 +169,9 @@ class Accumulation:
         self._last = step
 
     def fail(self) -> None:
-        """Reports to the other ranks that this rank's backward has raised. Suppresses errors of other ranks."""
+        """Reports to the other ranks that this rank's backward has raised an error. Suppresses errors that other ranks
+        report.
+        """
         if self.backward is None:
             return
         step, _ = self._finish_backward()
@@ -174,8 +179,8 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward, and restores `.grad`. Returns the call, and parameter name -> gradient in the order of
-        accumulation.
+        """Ends the backward, and restores `.grad`. Returns the call, and the gradients by parameter name, in the order
+        in which they were accumulated.
         """
         backward, self.backward = self.backward, None
         assert backward is not None
@@ -197,8 +202,8 @@ class Accumulation:
 
 
 def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Runs after autograd has accumulated a parameter's gradient, as a hook. Sends the bucket of the parameter once all
-    gradients of the bucket are complete.
+    """Sends a parameter's bucket once all gradients of the bucket are complete. Runs as a hook, after autograd has
+    accumulated the parameter's gradient.
 
     Args:
         itself: the object that registered the hook.
@@ -217,8 +222,8 @@ def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> No
 
 
 def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Runs before an autograd node at which a backward of the model may start, as a hook. Begins a backward, or records
-    that the running backward goes through this call too.
+    """Begins a backward. Runs as a hook, before an autograd node at which a backward of the model may start. If the
+    backward has already begun, records that it goes through this call too.
 
     Args:
         itself: the object that registered the hook.
@@ -234,7 +239,7 @@ def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | No
 
 
 def _tensors_in(results: Any) -> Sequence[Tensor]:
-    """Returns the tensors in a call's results, also inside containers and objects."""
+    """Returns all tensors in a call's results, including tensors in containers and objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

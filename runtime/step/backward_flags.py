@@ -31,21 +31,21 @@ def launch_flags(
     communicator: Communicator,
     streams: Streams | None,
 ) -> Finish:
-    """Starts exchanging the flags of a backward: numbers by which each rank tells the others whether its backward has
-    succeeded. Collective.
+    """Starts exchanging the flags of a backward. Flags are numbers by which each rank tells the others whether its
+    backward has succeeded. Collective.
 
     Args:
         scalars: the step's scalar results, which must be finite.
         used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
-        written: how many tensors that the backward reads were written since the forward, or `FAILED`.
+        written: the number of tensors that the backward reads and that were written since the forward, or `FAILED`.
         streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
-        A function that waits for the flags of all ranks, and returns the sums of `used` over ranks. Its arguments are
-        the names of tensors written on this rank, the error that ended the backward on this rank or None, and a
+        A function that waits for the flags of all ranks, and returns the sums of `used` over ranks. Its three arguments
+        are the names of tensors written on this rank; the error that ended the backward on this rank, or None; and a
         function that returns whether this rank's gradients are valid although a scalar result is not finite. On every
-        rank, it raises PeerFailure if a rank has failed, RuntimeError if any rank has written tensors that the backward
-        reads, and FloatingPointError if a scalar result of a rank is not finite and its gradients are not valid.
+        rank, it raises PeerFailure if a rank has failed, RuntimeError if a rank has written tensors that the backward
+        reads, and FloatingPointError if a rank has a scalar result that is not finite and its gradients are not valid.
     """
     if streams is None or not scalars:
         read = _exchange_flags(scalars, used, written, communicator)
@@ -53,7 +53,8 @@ def launch_flags(
         read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
 
     def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
-        """Waits for the flags of all ranks, and returns the sums of `used` over ranks. Raises if any rank has failed.
+        """Waits for the flags of all ranks, and returns the sums of `used` over ranks. Raises an error on every rank if
+        the backward is invalid on at least one rank.
 
         Args:
             names: the names of tensors written on this rank.
@@ -84,7 +85,7 @@ def launch_flags(
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
-    """Returns the ranks whose count is not zero, as text separated by commas."""
+    """Returns, as text separated by commas, the ranks whose entry in `counts` is not zero."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 
@@ -94,16 +95,16 @@ def _exchange_flags(
     """Starts exchanging the flags of a backward. The arguments are those of `launch_flags`.
 
     Returns:
-        A function that waits for the flags and returns them as one list: each rank's number of scalars that are not
-        finite, each rank's `written`, and the sums of `used` over ranks.
+        A function that waits for the flags and returns one list. It contains, for each rank, the number of scalars that
+        are not finite; then `written` of each rank; then the sums of `used` over ranks.
     """
     own = [len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars))), written, *used]
     communicator.progress.record(_NAME)
     launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
-        """Waits for the flags. Returns, in one list, each rank's number of scalars that are not finite, each rank's
-        `written`, and the sums of `used` over ranks.
+        """Waits for the flags, and returns one list: for each rank, the number of scalars that are not finite; then
+        `written` of each rank; then the sums of `used` over ranks.
         """
         flags = communicator.wait(launched, _NAME)
         return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
@@ -114,8 +115,8 @@ def _exchange_flags(
 def _exchange_flags_on_device(
     streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Does the same as `_exchange_flags`, for scalars on a device. Reading the flags then makes the host wait for the
-    forward, which computes the scalars, but not for the backward.
+    """Does the same as `_exchange_flags`, for scalars on a device. To read the flags, the host waits for the forward,
+    which computes the scalars, but not for the backward.
     """
     size, rank = communicator.world_size, communicator.rank
     there = streams.record("loss ready")

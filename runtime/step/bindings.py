@@ -32,8 +32,8 @@ class Bindings:
     """Maps the nodes of one graph to the runtime functions that run them.
 
     Args:
-        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters; None if it
-            reduces none.
+        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters. None if the graph
+            reduces no buckets.
         flow: the pipeline that launches exchanges and keeps updates for the next step.
         links: the cluster's links, from which message sizes are chosen.
         copies: offloads saved values to the host and reloads them, or None.
@@ -86,7 +86,9 @@ class Bindings:
         return found and _rename_call(partial(found), node.name)
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the runtime function that runs a node's op, or None if the op needs none."""
+        """Returns the runtime function that runs a node's op, or None if the node runs a kernel or one of torch's
+        ops.
+        """
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
@@ -159,8 +161,8 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 
 
 def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
-    """Returns the function that runs a copy node: it starts or awaits the offload of a value to the host, or its
-    reload.
+    """Returns the function that runs a copy node, which starts or awaits either an offload of a value to the host or
+    its reload.
     """
     launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
     assert launch is not None
@@ -181,7 +183,8 @@ def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..
 
 
 def _rename_call(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """Gives a function the name of the graph node that it runs, for the program's source code. Returns the function.
+    """Gives a function the name of the graph node that it runs, so that the name appears in the program's source code.
+    Returns the function.
 
     Args:
         node: the node's name.
@@ -200,8 +203,8 @@ def _exchange_gradient_(
     group: str,
     group_size: int,
 ) -> InFlight:
-    """Implements the op `exchange_gradient_`: replaces a gradient by its mean over ranks, in place, and returns it as
-    an exchange that has already ended.
+    """Implements the op `exchange_gradient_`: replaces a gradient by its mean over ranks, in place. Returns it as an
+    exchange that has already ended.
 
     Args:
         flat: the gradient, dense (rows * width,) or coalesced COO (rows, width).

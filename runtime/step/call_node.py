@@ -68,7 +68,9 @@ class CallNode(torch.autograd.Function):
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """An autograd function that passes on a gradient, and raises if that gradient is differentiated."""
+    """An autograd function that returns a gradient unchanged, and raises an error if that gradient is
+    differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ def with_closure(
 
 
 class _LossNumber(float):
-    """A loss whose `float()` is the mean over ranks while an optimizer steps, and this rank's own loss afterwards."""
+    """A loss as a Python number. `float(loss)` is the mean over ranks while an optimizer steps, and this rank's own
+    loss afterwards.
+    """
 
     mean: float | None = None
 
@@ -71,7 +73,7 @@ class MeanLoss:
         return number
 
     def restore(self) -> None:
-        """Replaces the means by this rank's own losses, in the objects that were returned to the optimizer."""
+        """Replaces the means, in the losses that were returned to the optimizer, by this rank's own losses."""
         for mean, loss in self._tensors:
             mean.copy_(loss)
         for number in self._numbers:

@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
 
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
-    """Returns the names of parameters that get a gradient from a backward with these outputs."""
+    """Returns the names of the parameters that get a gradient from a backward whose outputs have these roles."""
     found: dict[str, None] = {}
     for role in roles:
         match role:
@@ -75,12 +75,13 @@ class _SortedOutputs:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Stores the gradients that one program's backwards compute: dense ones in `.grad`, rows in tables, and those still
-    being exchanged as futures.
+    """Stores the gradients that one program's backwards compute. Stores dense gradients in `.grad` and gradient rows in
+    tables. Gradients that are still being exchanged are stored as futures.
 
     Attributes:
         synchronised: whether gradients are the mean over all ranks, rather than this rank's own under `no_sync`.
-        own: whether dense gradients are this rank's own, so that the parameters' gradient hooks must still run on them.
+        own: whether dense gradients are this rank's own, so that the parameters' gradient hooks have not run on them
+            yet.
     """
 
     state: ModelState
@@ -221,8 +222,8 @@ def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised:
 
 
 def in_supported_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields (parameter, converted gradient) for gradients whose layout, sparse or dense, the optimizer does not
-    support.
+    """Finds gradients whose layout (sparse or dense) the optimizer does not support. Yields the parameter and the
+    converted gradient of each.
     """
     takes_any, wants = accepts_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:

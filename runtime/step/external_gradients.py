@@ -23,7 +23,8 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 
 
 class ExternalGradients:
-    """Hooks that reduce over ranks the gradients of parameters that a loss reads directly, outside of the model's call.
+    """Hooks for parameters that a loss reads directly, outside of the model's call. The hooks reduce the gradients of
+    such parameters over ranks.
 
     The hooks are on the autograd nodes that accumulate gradients. The model's own backward does not run these nodes,
     because it stores gradients in `.grad` itself.
@@ -67,8 +68,9 @@ class ExternalGradients:
         self._nodes.clear()
 
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Reduces a gradient that autograd is about to accumulate, as a hook. Returns a tuple with the mean over ranks,
-        or None to leave the gradient unchanged. For a sharded table, stores the mean in the table and returns (None,).
+        """Reduces a gradient over ranks before autograd accumulates it. Called as a hook. Returns a tuple with the mean
+        over ranks, or None to leave the gradient unchanged. For a sharded table, stores the mean in the table and
+        returns (None,), so that autograd accumulates nothing.
 
         Args:
             name: the parameter's name.
@@ -106,7 +108,7 @@ class ExternalGradients:
     def _runs_through_a_call(self) -> bool:
         """Returns whether the running backward goes through a call of the model.
 
-        All ranks run such a backward. Any other may run on this rank only.
+        All ranks run such a backward. Other backwards may run on this rank only.
         """
         calls: Any = self._state.awaiting_backward
         to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))

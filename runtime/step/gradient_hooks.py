@@ -51,8 +51,8 @@ def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tenso
     """Runs a parameter's post-accumulate hooks, which read and write `.grad`. Returns the gradient to be reduced.
 
     Args:
-        gradient: the gradient to reduce: this backward's plus earlier ones under `no_sync`.
-        there: the gradient that is already in `.grad`, or None. Hooks see the sum of both gradients; the result
+        gradient: the gradient to reduce, which includes gradients from earlier backwards under `no_sync`.
+        there: the gradient that is already in `.grad`, or None. Hooks see the sum of both gradients, but the result
             contains only the first.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)

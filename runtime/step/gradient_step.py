@@ -22,9 +22,9 @@ class GradientStep(Step):
 
     Args:
         program: the program that exchanges gradients.
-        names: the parameters whose gradients the program exchanges, in its order.
-        rows: for each table, the ids of the rows of a recent gradient. They are the program's batch.
-        in_rows: names of parameters whose gradients stay sparse (COO); all others become dense.
+        names: the parameters whose gradients the program exchanges, in the program's order.
+        rows: for each table, the ids of the rows in a recent gradient. They serve as the program's batch.
+        in_rows: names of parameters whose gradients stay sparse (COO). All other gradients become dense.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GradientStep(Step):
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
         """Announces the step to the other ranks. Returns saved values, and the variant of the program's forward to run.
 
-        Usually does not wait for the other ranks, because all ranks wait for each other at the start of the backward,
+        Usually returns without waiting for the other ranks. All ranks wait for each other at the start of the backward,
         before anything is sent. Waits here if ranks broadcast buffers before the forward.
         """
         flow = self.program.flow
@@ -68,7 +68,7 @@ class GradientStep(Step):
         return {}, ForwardVariant()
 
     def end_forward(self, results: Sequence[Any]) -> None:
-        """Ends the forward, and keeps its results, whose scalars will be checked for being finite."""
+        """Ends the forward, and keeps its results, to check later that its scalars are finite."""
         self.program.flow.mark_forward()
         self._results = [each.detach() for each in results if isinstance(each, Tensor)]
 
@@ -141,12 +141,12 @@ class GradientStep(Step):
             self._reduced.update(gradients)
 
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
-        """Returns whether all gradients (`tangents`) are finite, so that a loss that is not finite does no harm."""
+        """Returns whether all gradients (`tangents`) are finite. A loss that is not finite then does no harm."""
         values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Begins a backward, or raises the failure of the call if it has failed."""
+        """Raises the error of this rank's backward if it has failed. Otherwise does nothing."""
         if self._failure is not None:
             raise self._failure  # reported to the other ranks like any failure
 
@@ -157,11 +157,11 @@ class GradientStep(Step):
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Runs the program's backward, which exchanges the call's gradients, and returns its outputs.
+        """Runs the program's backward, which exchanges the call's gradients. Returns its outputs.
 
         Args:
-            tangents: the gradients, one per parameter, or None for parameters without one.
-            announce_end: to be called once the backward can no longer fail.
+            tangents: the gradient of each parameter, or None for parameters without one.
+            announce_end: function to call once the backward can no longer fail.
         """
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
@@ -177,7 +177,9 @@ class GradientStep(Step):
         return backward.run(self._leaves, values, taken)
 
     def _to_exchange_layout(self, name: str, gradient: Tensor | None) -> Tensor:
-        """Converts a gradient to the layout in which ranks exchange it, sparse or dense. Returns zeros for None."""
+        """Converts a gradient to the layout (sparse or dense) in which ranks exchange it. Returns zeros if it is
+        None.
+        """
         in_rows = name in self._in_rows
         if gradient is None:
             parameter = self.program.state.parameter(name)
@@ -192,6 +194,6 @@ _AGAIN = (
 
 
 def _empty_sparse_gradient(table: Tensor) -> Tensor:
-    """Makes an empty sparse gradient of a table."""
+    """Returns a sparse gradient of a table in which no row has a value."""
     ids = torch.empty((1, 0), dtype=torch.int64, device=table.device)
     return torch.sparse_coo_tensor(ids, table.new_empty((0, *table.shape[1:])), table.shape, is_coalesced=True)

@@ -56,7 +56,9 @@ class LossArguments:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The autograd function for the cross entropy of labels (M,) and a sharded output layer's hidden states (M, D)."""
+    """The autograd function for the cross entropy of labels (M,) and the logits of a sharded output layer, computed
+    from hidden states (M, D).
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: LossArguments, labels: Tensor) -> Tensor:
@@ -132,12 +134,12 @@ class HeadLoss(torch.autograd.Function):
 def _gradient_coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
-    """Returns coefficients (S, 2), or (S, 4) with label smoothing, from which every rank computes the gradient of its
-    part of the logits.
+    """Returns the coefficients from which every rank computes the gradient of its part of the logits. Their shape is
+    (S, 2), or (S, 4) with label smoothing.
 
     Args:
         gradient: the gradient of the loss.
-        log_sums: (S,), the log of each position's sum of exponentials.
+        log_sums: (S,), for each position the log of the sum of the exponentials of its logits.
         positions: (S,), the indices of the labels that are not ignored.
         num_rows: the number of classes.
     """

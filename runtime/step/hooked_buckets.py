@@ -27,16 +27,16 @@ class CommHook:
 
     @property
     def name(self) -> str:
-        """The hook's name, by which ranks check that all have registered the same one."""
+        """The hook's name, which ranks compare to check that all of them have registered the same hook."""
         return str(getattr(self.hook, "__qualname__", type(self.hook).__qualname__))
 
 
 class HookedBucket:
-    """The bucket that is passed to a communication hook, with the methods of torch's `GradBucket`.
+    """The bucket that is passed to a communication hook. It has the methods of torch's `GradBucket`.
 
     Args:
         flat: all gradients of the bucket in one tensor.
-        parameters: the parameters of these gradients.
+        parameters: the parameters to which these gradients belong.
     """
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
@@ -72,8 +72,8 @@ class HookedBucket:
 
 
 def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Runs a communication hook on a bucket, and returns its reduction in flight. The hook's result will replace
-    `flat`.
+    """Runs a communication hook on a bucket, and returns the reduction, which is in flight. The hook's result will be
+    copied to `flat`.
 
     Raises:
         TypeError: the hook returns no future.
@@ -100,7 +100,7 @@ class _HookReduction:
         """Waits for the hook's future, and copies its result to the flat tensor.
 
         Raises:
-            TypeError: the result is not a tensor of that size.
+            TypeError: the result is not a tensor of the bucket's size.
         """
         found = self._future.wait()
         reduced = found[0] if isinstance(found, list | tuple) and found else found

@@ -16,8 +16,8 @@ from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
 def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Builds the functions that find which table rows a batch reads, and which of these rows each rank must send. They
-    can run before the batch's own step.
+    """Builds the functions that find which table rows a batch reads and which of them each rank must send. These
+    functions can run before the batch's own step.
 
     Args:
         unique_phase: the phase that finds a batch's unique rows, as it runs in the batch's own step.
@@ -53,23 +53,24 @@ def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runn
 def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Returns a function that finds the unique row ids of a flattened batch on a device. They are padded to a fixed
-    length, so that the host need not wait. It returns saved values, and for each table the number of its unique ids.
+    """Returns a function that finds the unique row ids of a flattened batch on a device. The function pads these ids to
+    a fixed length, so that the host need not wait for their number. It returns the values of the phase, by name, and
+    for each table the number of its unique ids.
 
     Args:
-        sent: for each table, the name of the saved value that holds its unique ids.
+        sent: for each table, the name of the value that contains its unique ids.
     """
     counts: dict[str, Tensor] = {}
 
     def device_function(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that runs a node that finds unique ids, or None for other nodes."""
+        """Returns the function that runs a graph node if the node finds unique ids, otherwise None."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            """Returns unique ids, padded to a fixed length, then for each tensor in `ids` its positions among them.
-            Stores their number.
+            """Returns a list of the unique ids, padded to a fixed length, and, for each tensor in `ids`, the positions
+            of its ids among them. Stores the number of unique ids.
             """
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
@@ -79,8 +80,11 @@ def _unique_on_device(
     unique = make_runnable(graph.phases["unique"], state, device_function)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        """Finds the unique row ids of a flattened batch (`leaves`). Returns saved values, and for each table a tensor
-        with the number of its unique ids.
+        """Finds the unique row ids of a flattened batch. Returns the values of the phase, by name, and for each table a
+        tensor with the number of its unique ids.
+
+        Args:
+            leaves: the flattened batch.
         """
         values = unique.run_and_save(leaves, {})
         found = [counts[name] for name in sent]
@@ -91,14 +95,14 @@ def _unique_on_device(
 
 
 def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Returns a function of (saved values, exchanged ids of all ranks) that computes which rows each rank must send.
-    The function adds its results to the saved values.
+    """Returns a function that computes which rows each rank must send. Its arguments are the values saved for a batch
+    and the ids of all ranks. It adds its results to the saved values.
     """
     unpacked: list[list[Tensor]] = []
 
     def gathered_ids(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns a replacement for a node that exchanges ids, which uses the ids that were already exchanged. Returns
-        None for other nodes.
+        """Returns a function that replaces a graph node which exchanges ids. The function uses the ids that were
+        already exchanged. Returns None for other nodes.
         """
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
@@ -111,8 +115,8 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
         """Computes which rows each rank must send, and adds the results to `values`.
 
         Args:
-            values: the saved values of the batch.
-            of_tables: the ids of all ranks, per table.
+            values: the values saved for the batch, by name.
+            of_tables: the ids that all ranks read, for each table.
         """
         unpacked.append(of_tables)
         route.run_and_save((), values)
@@ -121,11 +125,12 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
 
 
 def _can_run_ahead(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether a batch's ids can be computed before its step: `unique` draws no random numbers, and reads no
-    values that `forward` writes.
+    """Returns whether a batch's ids can be computed before its step. This requires that their graph draws no random
+    numbers and reads no values that the forward writes.
 
     Args:
         unique: the graph that finds the unique ids.
+        forward: the graph of the forward.
     """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws_random_numbers, unique.graph.nodes)) and written.isdisjoint(

@@ -32,10 +32,11 @@ class _RegisteredLaunch:
     """A collective that a phase launches, with what is needed to launch it if the phase fails.
 
     Attributes:
+        op: the name of the op that makes the launch.
         id: the launch's id, or None if it is made immediately, without the launcher.
         call: the function that makes the launch.
-        arguments: the function's arguments. Values that phases save are given by their `Saved` roles.
-        like: a fake tensor with the shape and dtype that the launch sends, or None.
+        arguments: the function's arguments. A value that a phase has saved is represented by its `Saved` role.
+        like: a fake tensor with the shape and dtype of the tensor that the launch sends, or None.
     """
 
     op: str
@@ -46,11 +47,10 @@ class _RegisteredLaunch:
 
 
 class MissingLaunches:
-    """Launches the collectives that a failed phase has not launched, with zeros as values, because other ranks wait for
-    them.
+    """Launches the collectives that a failed phase has not launched, because other ranks wait for them. Sends zeros.
 
     Args:
-        flow: the pipeline whose launcher makes the launches in its order.
+        flow: the pipeline whose launcher makes the launches.
 
     Attributes:
         on_the_spot: whether the phase makes some launches immediately, without the launcher.
@@ -81,7 +81,7 @@ class MissingLaunches:
         return call if launch is not None else self._counting(call)
 
     def _counting(self, call: Call) -> Call:
-        """Wraps a function so that its calls are counted."""
+        """Returns a function that calls `call` and counts its calls."""
 
         def launched(*arguments: Any) -> Any:
             """Counts the call, and makes it."""
@@ -92,7 +92,9 @@ class MissingLaunches:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """Begins a phase. Returns those of the saved `values` that are needed to make its launches if it fails."""
+        """Begins a phase. Returns the part of the saved `values` that is needed to make the phase's launches if it
+        fails.
+        """
         self._made = 0
         found = Values()
         for name in self._names:
@@ -101,7 +103,7 @@ class MissingLaunches:
         return found
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made. Waits for those that are made without the launcher.
+        """Makes the launches that the failed phase has not made. Waits for launches that are made without the launcher.
 
         Args:
             values: the result of `begin`.
@@ -126,11 +128,11 @@ class MissingLaunches:
         return launch.call(void, *rest)
 
     def _zeros(self, launch: _RegisteredLaunch, arguments: list[Any]) -> Tensor | None:
-        """Returns zeros in the shape that a launch sends, or None if it needs no tensor.
+        """Returns zeros in the shape of the tensor that a launch sends, or None if it needs no tensor.
 
         Args:
-            arguments: the launch's other arguments. For a launch of the output layer's exchange, the first becomes
-                None.
+            arguments: the launch's other arguments. For a launch of the output layer's exchange, the first of them is
+                set to None.
         """
         like, rank = launch.like, self._communicator.rank
         assert like is not None
@@ -159,8 +161,8 @@ def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
 
 
 def _to_saved_role(argument: Any) -> Any:
-    """Converts an argument of a graph node to a form that can be stored: a saved value becomes its role, other nodes
-    and lists with nodes become None, and constants stay as they are.
+    """Converts an argument of a graph node to a form that can be stored. A value that a phase has saved becomes its
+    role. Other nodes, and lists that contain nodes, become None. Constants do not change.
     """
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")

@@ -51,14 +51,14 @@ class _OptimizerStep:
     """The state of one optimizer step, from its pre-hook to its post-hook.
 
     Attributes:
-        hidden: (parameter, the `.grad` to restore after the step, its `.grad` during the step).
-        buckets: id of a parameter -> its bucket, if the update is left to the next forward.
-        late: row exchanges of tables whose update is left to the next forward.
-        joined: (joined table, gradient) to update by rows immediately.
+        hidden: for each hidden gradient, (parameter, `.grad` to restore after the step, `.grad` during the step).
+        buckets: `id` of a parameter -> its bucket, for parameters whose update is left to the next forward.
+        late: the row exchanges of tables whose update is left to the next forward.
+        joined: (joined table, gradient rows) for each joined table to update by rows immediately.
         rows: tables to update by rows immediately.
-        dense: tables to update immediately by a gradient of all rows.
+        dense: tables to update immediately with a gradient of all rows.
         own: tables that the optimizer's own step updates.
-        replicas: unsharded tables to update by rows, with their gradients.
+        replicas: (table, gradient) for each unsharded table to update by rows.
     """
 
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _OptimizerStep:
     replicas: list[tuple[Member, Tensor]] = field(default_factory=list)
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
-        """Hides a gradient from the optimizer's own step: sets `.grad` to None, or to `instead`."""
+        """Hides a gradient from the optimizer's own step, by setting `.grad` to None or to `instead`."""
         assert parameter.grad is not None
         self.hidden.append((parameter, parameter.grad, instead))
         parameter.grad = instead
@@ -85,7 +85,9 @@ class _OptimizerStep:
             table.parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Restores the hidden gradients. If the step has raised, skips those that were cleared or replaced since."""
+        """Restores the hidden gradients. If `raised`, skips gradients that were cleared or replaced since the step
+        failed.
+        """
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -102,9 +104,9 @@ class OptimizerHooks:
 
     Attributes:
         known_optimizers: the optimizers that have hooks.
-        replicas: unsharded tables of which only the rows with a gradient are updated.
+        replicas: unsharded tables of which only rows with a gradient are updated.
         recorder: records the time of each step.
-        of_any_layout: whether gradients may be sparse as well as dense.
+        of_any_layout: whether to convert gradients whose layout (sparse or dense) the optimizer does not support.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class OptimizerHooks:
         self._steps: dict[int, _OptimizerStep] = {}  # id of an optimizer -> its step
 
     def follow(self, flow: CommPipeline) -> None:
-        """Sets the pipeline whose gradients in flight the hooks apply."""
+        """Sets the pipeline whose in-flight gradients the hooks apply."""
         self._flow, self.recorder = flow, flow.recorder
 
     def listen(self) -> None:
@@ -159,7 +161,7 @@ class OptimizerHooks:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs before an optimizer's step: waits for gradients that the step reads, and hides those that the
+        """Runs before an optimizer's step. Waits for gradients that the step reads, and hides gradients that the
         optimizer's class cannot apply. Returns new (args, kwargs) for the step if it has a closure, otherwise None.
         """
         # An earlier step is still recorded if it raised, or if it is a subclass's step that calls its base class's
@@ -181,12 +183,12 @@ class OptimizerHooks:
         return found
 
     def _wrap_closure(self, closure: Callable[[], Any], *, decides: bool) -> Callable[[], Any]:
-        """Returns a closure that returns the loss after its gradients have arrived. Unless `decides`, evaluates
-        `closure` now.
+        """Returns a closure that returns the loss after its gradients have arrived.
 
         Args:
-            decides: whether the optimizer decides by the loss, and may evaluate the closure several times, as LBFGS
-                does.
+            closure: the user's closure.
+            decides: whether the optimizer's step depends on the loss and may evaluate the closure several times, as
+                LBFGS does. If False, `closure` is evaluated now.
         """
 
         def evaluate() -> Any:
@@ -204,7 +206,7 @@ class OptimizerHooks:
         return lambda: loss
 
     def _sort_gradients(self, optimizer: Optimizer) -> None:
-        """Decides how each gradient is applied: by the optimizer's own step, by rows, or in the next forward."""
+        """Decides whether each gradient is applied by the optimizer's own step, by rows, or in the next forward."""
         held = self._held_tables(optimizer)
         self._state.pending.close_for(optimizer)
         step = self._steps[id(optimizer)] = _OptimizerStep()
@@ -233,7 +235,7 @@ class OptimizerHooks:
         """Returns the sharded tables among an optimizer's parameters.
 
         Raises:
-            RuntimeError: the step would use gradients that each rank has accumulated on its own.
+            RuntimeError: a table has gradients only from backwards under `no_sync`, which differ between ranks.
         """
         by_id = {id(table.parameter): table for table in self._state.tables.values()}
         held, names = list[Member](), list[str]()
@@ -254,7 +256,7 @@ class OptimizerHooks:
         return held
 
     def _sort_tables(self, step: _OptimizerStep, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Decides how each table's gradient is applied, and stores that in `step`. Hides the gradient unless the
+        """Decides how each table's gradient is applied, and stores the decision in `step`. Hides a gradient unless the
         optimizer's own step applies it.
         """
         done: set[int] = set()
@@ -288,8 +290,8 @@ class OptimizerHooks:
                 step.own.append(table)
 
     def _take_over_tables(self, optimizer: Optimizer, held: Sequence[Member]) -> Sequence[Member]:
-        """Records that `optimizer` updates these tables. Returns those that it can update sharded, and makes the others
-        whole.
+        """Records that `optimizer` updates the sharded tables `held`, and unshards those that it cannot update by
+        shards. Returns the tables that stay sharded.
         """
         whole: list[str] = []
         if reason := whole_table_reason(type(optimizer)):
@@ -308,8 +310,8 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns the unsharded tables of an optimizer that are updated by rows, because its steps change only rows
-        with a gradient.
+        """Returns those unsharded tables of an optimizer that are updated by rows. This is possible if the optimizer's
+        step changes only rows with a gradient.
         """
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
@@ -318,8 +320,8 @@ class OptimizerHooks:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_defer(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer's update may be left to the next forward. This requires a known class of
-        optimizer, no `GradScaler` that it handles itself, and no hooks of the user.
+        """Returns whether an optimizer's update may be left to the next forward. The optimizer must be of a known
+        class, must not handle a `GradScaler` itself, and must not have hooks of the user.
         """
         if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
             return False  # other optimizers may write into their groups while they step
@@ -382,9 +384,11 @@ class OptimizerHooks:
             exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _OptimizerStep) -> None:
-        """Updates the tables of a `RowWiseAdagrad`: those in `step.rows` now, those in `step.late` in the next forward.
+        """Updates the tables of a `RowWiseAdagrad`. Tables in `step.rows` are updated now, and tables in `step.late` in
+        the next forward.
 
-        Ranks may differ in which tables they update now, but sum the norms of gradient rows in the same order.
+        Ranks may differ in which tables they update now, but all ranks sum the norms of gradient rows in the same
+        order.
         """
         found, at_once = list[Step](), list[SparseUpdate]()
         exchanges = tuple(self._flow.exchanges.values())
@@ -408,8 +412,8 @@ class OptimizerHooks:
 
     @staticmethod
     def _unscale(optimizer: Optimizer, step: _OptimizerStep) -> bool:
-        """Divides the gradients that are applied by rows by the scale of a `GradScaler`. Returns False if the step must
-        be skipped.
+        """Divides gradients that are not applied by the optimizer's own step by the scale of a `GradScaler`. Returns
+        False if the step must be skipped.
         """
         found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
@@ -430,12 +434,12 @@ class OptimizerHooks:
         self._state.flush_tables()
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns an optimizer's state dict in which the state of sharded tables is this rank's shard."""
+        """Returns an optimizer's state dict that contains, for sharded tables, the state of this rank's shard."""
         return state_dict_with_shards(optimizer, state_dict, self._state, self._communicator)
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Applies pending updates. Returns the state dict to load, in which the state of sharded tables is this rank's
-        shard.
+        """Applies pending updates. Returns the state dict to load, which contains, for sharded tables, the state of
+        this rank's shard.
         """
         self._apply_all()
         self._flow.resend_rows()
@@ -446,7 +450,7 @@ def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
     """Returns the ids and rows of an unsharded table's gradient.
 
     Args:
-        every: whether to return all rows of a dense gradient, or only those that are not zero.
+        every: whether to return all rows of a dense gradient. If False, returns only rows that are not zero.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -466,11 +470,11 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
 
 
 def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
-    """Wraps a method as a hook that runs without gradients and refers to the model weakly."""
+    """Wraps a method as a hook that runs with gradients disabled and has only a weak reference to `optimizer_hooks`."""
     itself = weakref.ref(optimizer_hooks)
 
     def call(*args: Any) -> Any:
-        """Calls the method without gradients, if its object still exists."""
+        """Calls the method with gradients disabled, if its object still exists."""
         if (found := itself()) is None:
             return None
         had_gradients = torch.is_grad_enabled()

@@ -15,9 +15,9 @@ class Packer:
     """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
 
     Args:
-        scales: whether to divide gradients by the number of ranks; False if the user's communication hook divides them.
-        keeps_memory: whether memory on a host is kept between steps, because the system zeroes newly allocated memory.
-            A device's allocator keeps memory by itself.
+        scales: whether to divide gradients by the number of ranks. False if the user's communication hook divides them.
+        keeps_memory: whether to keep the memory of a bucket on a host between steps, because the system would have to
+            zero newly allocated memory. On a device, the allocator keeps memory by itself.
     """
 
     def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool = False) -> None:
@@ -52,8 +52,8 @@ class Packer:
         return flat.detach()  # returns a separate tensor, so that the references to the kept memory can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns the gradient to reduce for a parameter: `gradient` plus what backwards under `no_sync` have
-        accumulated, after the parameter's hooks.
+        """Returns the gradient to reduce for a parameter: the sum of `gradient` and of gradients from earlier backwards
+        under `no_sync`, after the parameter's hooks.
         """
         state = self._state
         if name not in state.hooked or name in state.unreached:
@@ -64,7 +64,7 @@ class Packer:
 
 
 def _is_shared(kept: Tensor) -> bool:
-    """Returns whether another tensor, such as a `.grad`, shares the memory of `kept`."""
+    """Returns whether any other tensor, such as a `.grad`, shares the memory of `kept`."""
     storage = kept.untyped_storage()
     # 2 is the count if only `kept` and `storage` refer to the memory.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2

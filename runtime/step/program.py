@@ -48,8 +48,10 @@ class LoweredPhase:
     """A forward or backward phase as a function.
 
     Attributes:
-        missing: makes the launches that other ranks wait for if the phase fails.
-        absent: launches that this variant of the phase does not make, so that the launcher does not wait for them.
+        run: the function.
+        missing: makes the launches for which other ranks wait, if the phase fails.
+        absent: ids of launches that this variant of the phase does not make, so that the launcher does not wait for
+            them.
     """
 
     run: Runnable | StreamingBackward
@@ -58,34 +60,35 @@ class LoweredPhase:
 
 
 class Program:
-    """A graph in the form in which it runs: its phases as functions, and the facts needed to run them.
+    """A graph in the form in which it runs: its phases as functions, and what is needed to run them.
 
     Args:
         graph: a partitioned graph.
-        buckets: the names of the parameters of each bucket that the graph reduces, in launch order, or None if
-            gradients are not reduced (`no_sync`).
-        result_constants: index among the flattened results -> value, for results that are not tensors.
+        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters. None if gradients
+            are not reduced (`no_sync`).
+        result_constants: index of a flattened result -> its value, for results that are not tensors.
         head: builds this rank's announcement of a step from a flattened batch.
-        share_buffers: called before anything reads a buffer, once all ranks have announced this program; None if ranks
+        share_buffers: called once all ranks have announced this program, before anything reads a buffer. None if ranks
             share no buffers.
         flow: the pipeline that launches exchanges and keeps updates for the next step.
         links: the cluster's links, from which message sizes are chosen.
         regions: compiles the compute between two communications, or None to call each op separately.
-        variants: returns the graph for a variant of a step, such as the first one; None if `graph` serves every step.
+        variants: returns the graph for a variant of a step, such as the first step. None if `graph` serves every step.
         copies: offloads saved values to the host and reloads them, or None.
-        of_gradients: whether the backward is given gradients one by one, as on the eager route.
-        scores_nothing: returns, for a flattened batch, whether a loss is a mean over labels and the batch has no
-            labels.
+        of_gradients: whether the backward gets gradients one by one, as on the eager route.
+        scores_nothing: function of a flattened batch that returns whether a loss averages over labels but the batch has
+            none.
 
     Attributes:
         unique, ids: the phases that run before the forward.
-        has_backward: whether there is a backward; an evaluation has none.
-        ids_program: the functions that find a batch's rows, which can run before the batch's step.
-        overlaps_steps: whether the forward awaits communication that the previous step has started.
+        has_backward: whether the program has a backward. An evaluation has none.
+        ids_program: finds the rows that a batch reads. It can run before the batch's step.
+        overlaps_steps: whether the forward waits for communication that the previous step has started.
         announces: whether the exchange of ids also announces the step.
         results: indices of the flattened results that the forward computes.
-        differentiable: those of the indices in `results` whose results have a gradient.
-        promised: index of a result that is hidden states -> the logits that the user gets instead, computed when read.
+        differentiable: the subset of `results` that has gradients.
+        promised: index of a result -> its deferred logits. The forward returns hidden states there, and the user gets
+            logits whose values are computed when they are read.
         differentiable_places: the positions in `results` of the indices in `differentiable`.
     """
 
@@ -155,13 +158,13 @@ class Program:
         )
 
     def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
-        """Makes a function of a phase, and registers its launches, which must be made even if the phase fails."""
+        """Makes a function of a phase. Registers its launches, because they must be made even if the phase fails."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
-            """Returns the function that runs a node. If the node launches a collective, calls of the function are
-            counted.
+            """Returns the function that runs a node, or None. If the node launches a collective, calls of the function
+            are counted.
             """
             found = bound.call(node)
             return found and missing.add(node, found)
@@ -191,8 +194,8 @@ class Program:
         return {name: run.source for name, run in runs.items()}
 
     def compute_as(self, graph: TrainingGraph) -> None:
-        """Replaces the backward by that of `graph`, which computes the same in another order. Applies from the next
-        backward on.
+        """Replaces the backward by that of `graph`, which computes the same values in another order. Takes effect at
+        the next backward.
         """
         self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
         self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
@@ -206,8 +209,8 @@ class Program:
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _record_results(self, graph: TrainingGraph) -> None:
-        """Stores which results the forward computes, which of them have a gradient, and which parameters get a gradient
-        from each.
+        """Stores which results the forward computes, which of them have a gradient, and which parameters each result
+        depends on.
         """
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
@@ -234,7 +237,7 @@ class Program:
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
     def drop_unread(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Removes those saved values that no phase after `phase` reads. Does nothing if steps overlap."""
+        """Removes saved values that no phase after `phase` reads. Does nothing if steps overlap."""
         if not self.overlaps_steps:
             for name in values.keys() - self._read_after[phase]:
                 del values[name]
@@ -259,7 +262,7 @@ class Program:
 
 
 def _is_computed_with(node: fx.Node) -> bool:
-    """Returns whether an op other than this package's ops, which communicate, reads the value of a graph node."""
+    """Returns whether any op except this package's communication ops reads the value of a graph node."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
 
 

@@ -48,11 +48,12 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class LogitsSource:
-    """What logits are computed from, besides hidden states: the table, the bias, and the steps after the product.
+    """The source of logits, except for their hidden states: the output layer's weight (a table), its bias, and the
+    steps that follow the matrix product, such as a scaling.
 
     Attributes:
         promise: names the table and the bias, and describes the steps after the product.
-        steps: how many optimizer steps had run at the model's call.
+        steps: the number of optimizer steps so far at the model's call.
         version: the version counter of the table's shard at the model's call.
     """
 
@@ -67,7 +68,10 @@ class LogitsSource:
         cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool
     ) -> LogitsSource:
         """Returns the source for the logits of a call of the model. Drops the cached copy of the whole table if it is
-        outdated, or if the call trains.
+        outdated, or if `trains`.
+
+        Args:
+            trains: whether a backward may follow the call.
         """
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_current(local, steps)):
@@ -79,7 +83,7 @@ class LogitsSource:
         return last_dtype(self.promise.steps) or hidden.dtype
 
     def cast(self, dtype: torch.dtype) -> LogitsSource:
-        """Returns a copy that casts the logits to a dtype."""
+        """Returns a source whose logits are cast to `dtype`."""
         steps = steps_to_text([*steps_from_text(self.promise.steps), ("to", 0.0, dtype)])
         return replace(self, promise=replace(self.promise, steps=steps))
 
@@ -95,10 +99,10 @@ class LogitsSource:
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def compute(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Computes the logits (.., V) of hidden states from the whole table. Collective.
+        """Computes the logits (.., V) of hidden states (.., D) from the whole table. Collective.
 
         Args:
-            parameters: the parameters to use instead of the source's own.
+            parameters: the table and, if there is one, the bias. None for the source's own parameters.
         """
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
@@ -122,11 +126,13 @@ class LogitsSource:
 
 @dataclass(eq=False)
 class LogitsState:
-    """The state that logits share with views of them: their values, if computed, and whether a loss has used them.
+    """The state that logits share with views of them, such as slices.
 
     Attributes:
-        before: the state of the logits that these logits are a view of, or None.
-        is_scored: whether a loss of these logits, or of a view, was computed from the shards.
+        before: the state of the logits that these logits are a view of, or None if they are not a view.
+        value: the values of the logits, or None if they have not been computed.
+        version: the version counter of `value` when it was computed.
+        is_scored: whether a loss of these logits, or of a view, was computed from the shards of the output layer.
         is_hooked: whether user code wants the gradient of the logits.
     """
 
@@ -137,7 +143,9 @@ class LogitsState:
     is_hooked: bool = False
 
     def chain(self) -> Iterator[LogitsState]:
-        """Yields the state of these logits, then that of the logits of which they are a view, and so on."""
+        """Yields the state of these logits. If they are a view, then yields the state of the logits that they are a
+        view of, and so on.
+        """
         found: LogitsState | None = self
         while found is not None:
             yield found
@@ -150,7 +158,7 @@ class LogitsState:
 
 
 class _LogitsFunction(torch.autograd.Function):
-    """The autograd function that computes logits from hidden states and parameters."""
+    """The autograd function that creates logits. Its backward computes gradients of hidden states and parameters."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
@@ -193,13 +201,13 @@ class Logits(Tensor):
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
-        source: what the logits are computed from, besides the hidden states.
-        base: function that computes the values from other logits, such as those that these logits are a view of; None
-            to compute them from `source`.
+        source: the parameters and steps by which the logits are computed from the hidden states.
+        base: function that computes the values from other logits, for example from the logits that these logits are a
+            view of. None to compute the values from `source`.
         is_log: whether these are log-softmax values.
-        made: the state that these logits share with views: the values, if computed, and how user code has used them.
-        node: the autograd node that created the logits. `grad_fn` differs if another autograd function has returned
-            them.
+        made: the state that these logits share with views. It includes the values, once they have been computed.
+        node: the autograd node that created the logits. `grad_fn` is another node if the logits were passed through
+            another autograd function.
     """
 
     hidden: Tensor
@@ -250,7 +258,9 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether the values of these logits, or of logits that these are a view of, have been computed or changed."""
+        """Whether the values have been computed or changed, either of these logits or of logits that they are a view
+        of.
+        """
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
@@ -290,7 +300,7 @@ class Logits(Tensor):
 
 def _on_gradient_request(logits: Sequence[Logits]) -> None:
     """Records that user code wants the gradient of logits. Raises `RuntimeError` if a loss has already been computed
-    without them, from the shards of the output layer.
+    from the shards of the output layer, because no gradient of the logits is then computed.
     """
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
@@ -322,8 +332,8 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 
 
 def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements reshapes (`func`) of the leading dimensions without computing the logits' values. Returns
-    `NotImplemented` for a reshape that changes the last dimension.
+    """Reshapes the leading dimensions of logits by `func`, without computing the logits' values. Returns
+    `NotImplemented` if the reshape changes the last dimension.
     """
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
@@ -334,18 +344,20 @@ def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_hidden(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements ops that change neither shape nor values, such as `clone`, without computing the logits' values."""
+    """Runs an op that changes neither the shape nor the values, such as `clone`, without computing the logits'
+    values.
+    """
     return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _detach(func: Any, logits: Logits) -> Any:
-    """Implements `detach` without computing the logits' values."""
+    """Detaches logits without computing their values."""
     return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
 
 
 def _index(func: Any, logits: Logits, index: Any) -> Any:
-    """Implements indexing of the leading dimensions without computing the logits' values. Returns `NotImplemented` if
-    the index selects from the last dimension.
+    """Indexes the leading dimensions of logits without computing the logits' values. Returns `NotImplemented` if the
+    index selects from the last dimension.
     """
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
@@ -359,8 +371,8 @@ def _index(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Implements casts to floating-point dtypes without computing the logits' values. Returns `NotImplemented` for
-    other casts, and for log-softmax values, which a cast of the logits would change.
+    """Casts logits to a floating-point dtype without computing their values. Returns `NotImplemented` for other dtypes,
+    and for log-softmax values, because the cast would be applied before the log-softmax.
     """
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
@@ -379,7 +391,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Implements log-softmax without computing the logits' values. Returns `NotImplemented` unless it is over the last
+    """Applies log-softmax without computing the logits' values. Returns `NotImplemented` unless it is over the last
     dimension and keeps the dtype.
     """
     dtype = kwargs.get("dtype")
@@ -391,14 +403,14 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
 
 def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes `nll_loss` of log-probabilities from the shards of the output layer. Returns `NotImplemented` if
-    `logits` are no log-probabilities, or for unsupported options.
+    `logits` are not log-probabilities, or if an option is not supported.
     """
     return _sharded_loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
 
 
 def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
     """Computes `cross_entropy` of logits from the shards of the output layer. Returns `NotImplemented` if `logits` are
-    log-probabilities, or for unsupported options.
+    log-probabilities, or if an option is not supported.
     """
     return NotImplemented if logits.is_log else _sharded_loss(logits, target, *args, **kwargs)
 
@@ -416,8 +428,8 @@ def _sharded_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the cross entropy of logits from the shards of the output layer, without the logits' values. Returns
-    `NotImplemented` for shapes, labels or options that this does not support. Collective.
+    """Computes the cross entropy of logits from the shards of the output layer, without computing the logits' values.
+    Returns `NotImplemented` if the shapes, labels or options are not supported. Collective.
     """
     is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
@@ -439,7 +451,7 @@ def _sharded_loss(
 
 
 def _in_autocast(logits: Logits) -> LogitsSource:
-    """Returns the source of the logits as a softmax reads them: cast to float32 under autocast, otherwise unchanged."""
+    """Returns the source with which a softmax reads the logits. Under autocast, it casts the logits to float32."""
     enabled = torch.is_autocast_enabled(logits.device.type)
     return logits.source.cast(torch.float32) if enabled and logits.dtype.itemsize < 4 else logits.source
 

@@ -29,7 +29,8 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
     Collective.
 
     Args:
-        steps: (update, gradient rows) of each table that a row-wise optimizer updates. The updates wait for the sums.
+        steps: a pair of (update, gradient rows) for each table that a row-wise optimizer updates. Each update waits for
+            the sums of its rows.
     """
     if not steps:
         return
@@ -55,7 +56,7 @@ class _RowNorms:
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
     def of(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Waits for the sums, and returns those of the rows in a slice, converted to `dtype`."""
+        """Waits for the sums, and returns the squared norms of the gradient rows in a slice, converted to `dtype`."""
         if (launched := self._launched) is not None:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):

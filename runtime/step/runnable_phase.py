@@ -39,9 +39,10 @@ class Runnable:
 
     Attributes:
         run: computes the outputs from a list of arguments.
-        sources: for each argument, the kind of its source and its key there.
-        last: whether this is the last phase, which removes saved values from `values`, so that each is freed after its
-            last use.
+        sources: for each argument, a pair of the kind of its source and its key in this source.
+        roles: the role of each output.
+        last: whether this is the last phase. If True, each saved value is removed from `values` when it is read, so
+            that its memory is freed after its last use.
     """
 
     run: Phase
@@ -90,7 +91,7 @@ def make_runnable(
     """Makes a function of a phase's graph (`module`).
 
     Args:
-        call: returns the runtime function that runs a node, or None for a kernel or one of torch's ops.
+        call: returns the runtime function that runs a node, or None if the node runs a kernel or one of torch's ops.
         regions: compiles the compute between two communications, or None to call each op separately.
         last: whether no later phase reads the values that this phase reads, so that they can be freed.
     """
@@ -122,7 +123,7 @@ def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence
 
 
 def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Stores in `values`, by name, those outputs of a phase that later phases read.
+    """Stores outputs of a phase in `values`, by name, if later phases read them.
 
     Args:
         roles: the role of each output.
@@ -133,8 +134,8 @@ def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Val
 
 
 def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls a function with autograd and autocast turned off, and returns its result. The graphs of a program contain
-    gradients and casts as nodes.
+    """Calls a function with autograd and autocast turned off, because the graphs of a program already contain gradients
+    and casts as nodes. Returns the function's result.
     """
     had_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` would make eight Python calls

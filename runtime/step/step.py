@@ -61,7 +61,9 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
 
 
 def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    """Runs a step's forward, as an autograd node if a backward follows. Returns the results that it computes."""
+    """Runs a step's forward, as an autograd node if a backward follows. Returns the results that the forward
+    computes.
+    """
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
@@ -78,9 +80,9 @@ class OpenedBackward:
     """A backward that has begun on this rank.
 
     Attributes:
-        gate: the barrier that waits until all ranks are in the backward, or None if this rank waits for no other.
+        gate: the barrier at which this rank waits until all ranks are in the backward, or None if it need not wait.
         phase: the function of the backward.
-        needed: saved values from which this rank makes the launches that other ranks wait for, if the backward fails.
+        needed: the saved values that are needed if the backward fails, to make the launches for which other ranks wait.
     """
 
     gate: BackwardBarrier | None
@@ -145,8 +147,8 @@ class Step:
         return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward, and returns its outputs. If it fails, tells the other ranks, makes the launches that they
-        wait for, and raises.
+        """Runs the forward, and returns its outputs. If it raises an error, reports the error to the other ranks, makes
+        the launches for which they wait, and re-raises the error.
         """
         program = self.program
         needed = forward.missing.begin(values)
@@ -162,8 +164,8 @@ class Step:
             raise
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Runs the phases before the forward, which exchange ids. Returns saved values, and the variant of the forward
-        to run.
+        """Runs the phases before the forward, which exchange ids. Returns the values that they have saved, by name, and
+        the variant of the forward to run.
         """
         program = self.program
         if program.overlaps_steps:
@@ -188,12 +190,12 @@ class Step:
     def backward(
         self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
     ) -> list[Tensor | None]:
-        """Runs the backward, stores the parameters' gradients, and returns the gradients of the batch's tensors that
-        require one.
+        """Runs the backward, stores the parameters' gradients, and returns the gradient of each tensor of the batch
+        that requires one.
 
         Args:
             tangents: the gradients of the results, or None for results without one.
-            for_parameters: whether parameters get gradients, which they do not under `torch.autograd.grad` of inputs.
+            for_parameters: whether parameters get gradients. False under `torch.autograd.grad` with respect to inputs.
             twice: whether `create_graph=True` was given.
 
         Raises:
@@ -278,10 +280,14 @@ class Step:
         """Runs the backward to its end, and checks that it has succeeded on all ranks.
 
         Args:
+            opened: the backward, as begun by `_open_backward`.
+            values: the saved values of the forward, by name.
+            tangents: the gradients of the results, or None for results without one.
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
+            twice: whether `create_graph=True` was given.
 
         Returns:
-            The backward's outputs, their roles, and how many ranks' backwards reach each parameter.
+            The backward's outputs, the role of each output, and for each parameter how many ranks' backwards reach it.
 
         Raises:
             PeerFailure, FloatingPointError, RuntimeError: as for `launch_flags`, on every rank.
@@ -297,7 +303,7 @@ class Step:
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
-                """Starts exchanging the backward's flags, at the first call."""
+                """Starts exchanging the backward's flags. Only the first call does this."""
                 nonlocal finish
                 if gate is not None:
                     self._check_barrier(gate)
@@ -328,13 +334,15 @@ class Step:
         return outputs, backward.run.roles, reached
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Begins the exchanges of the backward. Raises if second derivatives are requested."""
+        """Begins the exchanges of the backward. Raises `RuntimeError` if second derivatives are requested (`twice`)."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
         if twice:  # reported to the other ranks like any failure
             raise RuntimeError(TWICE)
 
     def _written_tensors(self) -> tuple[int, str]:
-        """Returns how many tensors that the backward reads were written since the forward, and their names as text."""
+        """Finds the tensors that the backward reads and that were written since the forward. Returns their number, and
+        their names as text.
+        """
         written = self._read_again.written()
         self._read_again = _NOTHING_READ  # so that the backward can free values after their last use
         return len(written), self.program.name_written(written, self._leaves) if written else ""
@@ -349,7 +357,9 @@ class Step:
         """Runs the backward, and returns its outputs.
 
         Args:
-            announce_end: to be called once the backward can no longer fail.
+            values: the saved values of the forward, by name.
+            tangents: the gradients of the results, or None for results without one.
+            announce_end: called by `GradientStep` once the backward can no longer fail; unused here.
         """
         program = self.program
         dense = {
@@ -361,7 +371,7 @@ class Step:
         return backward.run(self._leaves, values, dense)
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
-        """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent by then.
+        """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent before.
 
         Raises:
             PeerFailure: a rank is not in this backward.
@@ -377,12 +387,12 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Tells the other ranks that this rank's backward failed, and makes the launches that they wait for.
+        """Reports to the other ranks that this rank's backward has failed, and makes the launches for which they wait.
 
         Args:
             backward: the phase that failed.
             gate: the barrier of the backward.
-            needed: the values from which the launches that other ranks wait for are made.
+            needed: the values from which these launches are made.
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
             failure: the error that ended the backward.
         """
@@ -398,8 +408,12 @@ class Step:
     def _nonfinite_is_harmless(self, tangents: Sequence[Tensor | None]) -> bool:
         """Returns whether gradients are the same as under DDP, although a scalar result may not be finite.
 
-        This is so if the training loop has replaced that result, which then has no gradient in `tangents`. It is also
-        so if the result is a mean over no labels: the mean is nan, and its gradients are zero.
+        This is so if the training loop has replaced the result by another tensor, because the result then has no
+        gradient. It is also so if the result is a mean over no labels, because the mean is nan but its gradients are
+        zero.
+
+        Args:
+            tangents: the gradients of the results, or None for results without one.
         """
         losses = [
             tangent
@@ -416,8 +430,8 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of those tensors of the batch that require one, in the order of the batch; None for a
-        tensor without a gradient.
+        """Returns the gradients of the batch's tensors that require one, in the order of the batch. A gradient is None
+        if the backward does not compute it.
 
         Args:
             roles, outputs: the outputs of the backward, and the role of each.

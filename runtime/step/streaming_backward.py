@@ -45,21 +45,21 @@ class StreamingBackward:
         return self._rest.roles
 
     def source(self) -> str:
-        """Returns the Python code that runs, piece by piece."""
+        """Returns the Python code of all pieces, in the order in which they run."""
         return "\n".join(piece.source() for piece in (*[piece for piece, _ in self._pieces], self._rest))
 
     def begin(self) -> None:
-        """Begins a backward: no piece has run."""
+        """Begins a backward. Resets the record of pieces that have run."""
         self._run, self._values = 0, Values()
         # For each piece, the gradients that have not been recorded yet.
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that a parameter's gradient exists. Returns whether all gradients of the next piece exist now, or
-        None if this gradient was sent before.
+        """Records that a gradient exists. Returns whether all gradients of the next piece exist now. Returns None if
+        the gradient's bucket has already been sent.
 
         Args:
-            tangent: the gradient's index.
+            tangent: the index of the gradient.
         """
         piece = self._piece_of.get(tangent)
         if piece is None:
@@ -79,7 +79,7 @@ class StreamingBackward:
         return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
 
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
-        """Runs, in order, the pieces whose gradients exist. Stops at the first piece with a missing gradient.
+        """Runs the next pieces in order, and stops at the first piece with a missing gradient.
 
         Args:
             tangents: index -> gradient, for gradients that exist.
@@ -98,7 +98,7 @@ class StreamingBackward:
 
 
 def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Splits a backward into one piece per bucket, and a last one for all other nodes."""
+    """Splits a backward into one piece for each bucket, and a last piece with all other nodes."""
     left = dict.fromkeys(node for node in module.graph.nodes if node.op == "call_function")
     found = []
     for node in [*left]:

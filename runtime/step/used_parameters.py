@@ -20,17 +20,18 @@ _REMEMBERED = 64
 
 
 class UsedParameters:
-    """Counts how many ranks' backwards give each parameter a gradient.
+    """Counts, for each parameter, on how many ranks the backward gives it a gradient.
 
-    A backward is encoded as integers that contain a field of a few bits for each parameter. When these integers are
-    summed over ranks, each field counts ranks. Fields are in the order of `names`, so that ranks may run different
-    programs.
+    A rank encodes its backward as a few integers, which contain a field of a few bits for each parameter. When the
+    integers are summed over ranks, each field counts ranks. Fields are in the order of `names`, so that ranks may run
+    different programs.
 
     Args:
         names: all parameters of the model, in the model's order.
         behind: parameter -> indices of the model's results that depend on it.
         delivered: names of the parameters that get a gradient from the program.
-        local: names of parameters that ranks do not synchronize, which are left out.
+        world_size: the number of ranks, which determines the size of a field.
+        local: names of parameters that ranks do not synchronize. They have no field.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class UsedParameters:
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
-        """Encodes the parameters that this rank's backward reaches as integers, to be summed over ranks.
+        """Encodes, as integers to be summed over ranks, the parameters that this rank's backward reaches.
 
         Args:
             given: indices of the results from which the backward starts.
@@ -68,15 +69,15 @@ class UsedParameters:
         return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
 
     def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that ranks do not synchronize and that a backward from these results does not reach.
+        """Returns the parameters that ranks do not synchronize and that this backward does not reach.
 
         Args:
-            results: indices of the model's results.
+            results: indices of the model's results from which the backward starts.
         """
         return self._local - self._reached(results) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches.
+        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches.
 
         Args:
             counts: the sums over ranks of `words`.
@@ -100,8 +101,8 @@ class UsedParameters:
         return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
 
     def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
-        """Returns integers with a field of a few bits for each parameter, 1 for those in `reached`. Summed over ranks,
-        each field counts ranks.
+        """Returns integers with a field of a few bits for each parameter. The field is 1 if the parameter is in
+        `reached`, otherwise 0.
         """
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
@@ -111,7 +112,7 @@ class UsedParameters:
         return tuple(words)
 
     def _find_absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program gives a gradient, but that no rank's backward reaches.
+        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches.
 
         Args:
             counts: the sums over ranks of `words`.
@@ -122,7 +123,7 @@ class UsedParameters:
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Stores a value in the cache `kept`, and returns the value. If the cache is full, empties it first."""
+    """Stores a value in the cache `kept`, and returns the value. Empties the cache first if it is full."""
     if len(kept) >= _REMEMBERED:
         kept.clear()
     kept[key] = value

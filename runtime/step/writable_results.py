@@ -17,14 +17,15 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
-    """Replaces results that are views by plain tensors with the same memory, whose version counters count writes.
+    """Replaces results that are views by plain tensors with the same memory, so that writes by user code are detected
+    by their version counters.
 
     Args:
         results: the results of a program.
-        differentiable: indices of the results with a gradient. Other results may be written freely.
+        differentiable: indices of the results that have a gradient. User code may write the other results.
 
     Returns:
-        The results with the replacements, and the indices of the replaced ones.
+        The results with the replacements, and the indices of the replaced results.
     """
     given = list(results)
     made = [k for k in differentiable if type(given[k]) is Tensor and given[k]._is_view()]
