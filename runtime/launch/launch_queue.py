@@ -41,15 +41,15 @@ LARGE_BYTES = 1 << 18
 
 
 class LaunchWindow:
-    """The launches of one window (a backward and the next forward) in the order of the schedule, and how many of them
-    have been made. A launch is the start of one collective.
+    """The launches of one window (a backward and the next forward) in the order of the schedule. Keeps track of which
+    of them have been made. A launch is the start of one collective.
 
     Attributes:
-        held: whether no launch may be made until all ranks are known to be in this backward.
-        dropped: whether the launches will never be made, because a rank has given up the backward.
+        held: whether launches must wait until all ranks are known to be in this backward.
+        dropped: whether the remaining launches will never be made, because a rank has given up the backward.
         order: the ids of the window's launches, in order.
-        waiting: the launches that were submitted and not yet made.
-        expected: the launches that may still be submitted.
+        waiting: id -> ticket of the launches that were submitted and have not been made yet.
+        expected: the ids of the launches that may still be submitted.
         in_forward: whether the window's forward has begun.
     """
 
@@ -64,8 +64,8 @@ class LaunchWindow:
         self.in_forward = False
 
     def head(self) -> OperationId | None:
-        """Returns the next launch in the order, whether or not it has been submitted, or None if none is left. Skips
-        launches that will not be submitted.
+        """Returns the id of the next launch in the order, whether or not it has been submitted. Skips launches that
+        will not be submitted. Returns None if no launch is left.
         """
         order, waiting, expected = self.order, self.waiting, self.expected
         while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
@@ -73,12 +73,12 @@ class LaunchWindow:
         return order[self._passed] if self._passed < len(order) else None
 
     def expects_before(self, place: float = math.inf) -> bool:
-        """Returns whether a launch before the index `place` of the order has not been made yet and still may be."""
+        """Returns whether the order contains, before the index `place`, a launch that may still be made."""
         return self.head() is not None and self._passed < place
 
     def remaining(self) -> Sequence[OperationId]:
-        """Returns the ids of the launches from the next one on, in order. They include launches that were already made
-        out of order.
+        """Returns the ids of the next launch and of all launches after it, in order. Some of these may already have
+        been made, out of order.
         """
         self.head()
         return self.order[self._passed :]
@@ -92,8 +92,8 @@ class LaunchWindow:
 
 
 class LaunchQueue:
-    """Launches a rank's submitted collectives in the order of the schedule. Any thread that submits a launch or sees
-    one complete makes the next ones, and so does a thread of the queue.
+    """Launches a rank's submitted collectives in the order of the schedule. Launches are made by any thread that
+    submits a launch, by the thread on which a launch completes, and by a thread of the queue.
 
     The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
@@ -101,13 +101,13 @@ class LaunchQueue:
         recorder: records each launch that completes.
         channel: communication class -> name of the channel that carries it. Launches on one channel never overtake each
             other.
-        at_once: the number of launches that may be in flight at once.
+        at_once: the number of launches that may be in flight at the same time.
 
     Attributes:
         ticket: the class of the objects that represent submitted launches.
-        flushes: the number of open `flushing` contexts.
+        flushes: the number of `flushing` contexts that are currently active.
         shares_device: whether another model launches collectives on the same device.
-        draining: whether to make all submitted launches, without waiting for launches that precede them in the order.
+        draining: whether to make all submitted launches without waiting for launches that precede them in the order.
         callbacks: callbacks that are registered with collectives and have not returned.
         sleepers: the number of threads that wait for the condition `arrived`.
     """
@@ -160,22 +160,24 @@ class LaunchQueue:
             raise self.error
 
     def wait_until_empty(self, timeout: float | None = None) -> None:
-        """Waits until all submitted launches have completed, one has failed, or `timeout` seconds have passed."""
+        """Waits until all submitted launches have completed or one of them has failed, but at most `timeout`
+        seconds.
+        """
         with self.lock:
             self.sleepers += 1
             self.arrived.wait_for(lambda: self.error is not None or not self.under_way(), timeout)
             self.sleepers -= 1
 
     def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Registers a callback of a collective with the queue until the callback is freed, so that the queue can wait
-        for it at shutdown. Returns the callback.
+        """Registers a callback of a collective, so that the queue can wait at shutdown until the callback has been
+        freed. Returns the callback.
         """
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Adds a submitted launch to the current window, and makes it if it is due. If the window is dropped, drops the
-        launch too.
+        """Adds a submitted launch to the current window, and makes it if it is due. Drops it if the window's launches
+        have been dropped.
         """
         with self.lock:
             window = self.windows[-1]
@@ -193,11 +195,11 @@ class LaunchQueue:
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
         """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
-        longer expected.
+        longer expected, so no launch waits for them.
 
         Args:
             order: the ids of the new window's launches, in order.
-            held: whether the new window's launches must wait until its `held` is cleared.
+            held: whether the new window's launches must wait until `LaunchWindow.held` is set to False.
         """
         with self.lock:
             window = self.windows[-1]
@@ -209,8 +211,8 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context for waits of the calling thread. A launch that it waits for may overtake preceding launches
-        that are not submitted yet.
+        """Opens a context for waits of the calling thread. If it waits for a launch, the launch may be made before
+        preceding launches that have not been submitted yet.
         """
         with self.lock:
             self.flushes += 1
@@ -221,23 +223,23 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns whether all launches since the last call count as made in the order of the schedule: always True
-        here.
+        """Returns True. In `StreamQueue`, returns whether all launches since the last call were made in the order of
+        the schedule.
 
-        `StreamQueue` overrides this method. With this queue, a rank need not know of other ranks' launches out of
-        order, because it makes the same launches after a standstill.
+        With this queue, ranks need not report launches out of order to each other, because each of them makes the same
+        launches after a standstill.
         """
         return True
 
     def enqueue_submitted(self) -> None:
-        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides this method to make the launches that
-        another rank has made out of order.
+        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides this method to make all submitted
+        launches.
         """
 
     @property
     def in_turn(self) -> InTurn | None:
-        """A function that returns a context in which the caller may launch another collective in an order that all
-        ranks share. None here, because only launches on CUDA streams need it.
+        """A function that returns a context for launching a collective outside of the queue, in an order that all ranks
+        share. None here, because only launches on CUDA streams need it.
         """
         return None
 
@@ -327,9 +329,9 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def next_due_s(self) -> float:
-        """Returns when the queue's thread should look for a launch again, in seconds of `time.perf_counter`: when the
-        last launch in flight becomes late, but within half of `STANDSTILL_S`. Returns infinity if no submitted launch
-        waits to be made.
+        """Returns when the queue's thread should next look for launches to make, in seconds of `time.perf_counter`.
+        This is when the last launch in flight becomes late, but at most half of `STANDSTILL_S` from now. Returns
+        infinity if no submitted launch waits to be made.
         """
         if not any(map(WAITING, self.windows)):
             return math.inf
@@ -343,7 +345,7 @@ class LaunchQueue:
         return due_s
 
     def next(self) -> Ticket | None:
-        """Removes the launch to make now from its window, and returns its ticket. Returns None if no launch is due."""
+        """Takes the launch to make now out of its window, and returns its ticket. Returns None if no launch is due."""
         if not any(map(WAITING, self.windows)):
             return None
         now_s = time.perf_counter()
@@ -373,8 +375,8 @@ class LaunchQueue:
         return self._next_out_of_order(standing_still)
 
     def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
-        """Finds a launch to make now although preceding launches are not submitted yet. Removes it from its window, and
-        returns its ticket. Returns None if there is no such launch.
+        """Finds a launch to make now although preceding launches have not been submitted yet. Takes it out of its
+        window, and returns its ticket. Returns None if there is no such launch.
 
         Args:
             standing_still: whether nothing has been launched or completed for `STANDSTILL_S`.
@@ -397,11 +399,12 @@ class LaunchQueue:
         return None
 
     def _may_overtake(self, standing_still: bool) -> set[str]:
-        """Returns the names of the channels whose launches may overtake launches of other channels that are not
-        submitted yet.
+        """Returns the names of the channels whose launches may be made before preceding launches of other channels that
+        have not been submitted yet.
 
         Args:
-            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`. Then all channels may.
+            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`. If True, the launches of
+                every channel may overtake others.
         """
         tickets = (ticket for window in self.windows for ticket in window.waiting.values())
         any_may = standing_still or self.draining
@@ -413,10 +416,10 @@ class LaunchQueue:
 
 
 def _run_thread(queue: LaunchQueue) -> None:
-    """Runs the queue's thread, which makes launches that become due by time, or when it is woken.
+    """Runs the queue's thread. It makes launches when they become due by time, or when another thread wakes it.
 
-    A woken thread checks again after `SHORTEST_S`, the shortest time in which a launch can become late, before it
-    sleeps.
+    After another thread has woken it, it checks again after `SHORTEST_S`, the shortest time in which a launch can
+    become late.
     """
     is_woken = False
     while True:
@@ -433,8 +436,8 @@ def _run_thread(queue: LaunchQueue) -> None:
 
 
 def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the queue's thread, and waits for launches in flight, because one that completes during interpreter shutdown
-    would abort the process.
+    """Ends the queue's thread, after waiting for launches in flight. A launch that completes while the interpreter
+    shuts down would abort the process.
     """
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.draining = True

@@ -40,7 +40,7 @@ class Launcher:
         order: ids of the launches of a window (a backward and the next forward), in order.
         of_forward: ids of the launches that the forward submits. The backward submits all others.
         queue: makes the launches.
-        communicator: logs submissions, and names the missing ranks if a wait fails.
+        communicator: logs submissions, and names dead or stuck ranks if a wait fails.
 
     Attributes:
         order: the ids of the launches of the next window, in order.
@@ -75,17 +75,18 @@ class Launcher:
         self.order = tuple(order)
 
     def missing_from(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Returns the ids of the launches that belong to the forward, or to the backward, but are not in `submits`.
+        """Returns the ids of the launches that belong to a phase (the forward or the backward) but are not in
+        `submits`.
 
         Args:
             submits: ids of the launches that a variant of the phase submits.
-            forward: whether the phase is the forward; otherwise the backward.
+            forward: whether the phase is the forward; otherwise it is the backward.
         """
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
         """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
-        longer expected.
+        longer expected, so no launch waits for them.
 
         Args:
             held: whether launches of the new window must wait until `release_after` allows them.
@@ -93,15 +94,20 @@ class Launcher:
         self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Allows or drops the launches of the current window, which is held, once a future has completed.
+        """Waits in the background for a future that tells whether the launches of the current window may be made. The
+        window must have been opened with `held=True`.
 
         Args:
-            agreed: called when the future has completed. If it returns False, the launches are dropped, and waiting for
-                them raises `Dropped`.
+            future: completes when all ranks have announced what they do. If it has an error, the queue fails with this
+                error.
+            agreed: called when the future has completed. If it returns True, the launches may be made. If it returns
+                False, they are dropped, and waiting for them raises `Dropped`.
         """
 
         def on_end(future: Any) -> None:
-            """Allows or drops the launches, or fails the queue if the future has an error."""
+            """Handles the completion of the future. If it has an error, fails the queue with that error. Otherwise,
+            allows the launches if `agreed` returns True, and drops them if not.
+            """
             try:
                 future.value()
             except BaseException as error:
@@ -118,23 +124,23 @@ class Launcher:
         future.add_done_callback(self.queue.watch(on_end))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
-        """Returns the id of the launch that a node submits to this launcher or awaits from it, or None."""
+        """Returns the id of the launch that a graph node submits or awaits, or None if this launcher does not make that
+        launch.
+        """
         launch = launch_of(node)
         return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
-        """Returns whether the launch has not been submitted in the current window (a backward and the next forward) but
-        still may be.
-        """
+        """Returns whether the launch may still be submitted in the current window (a backward and the next forward)."""
         return launch in self.queue.windows[-1].expected
 
     def end_backward(self, *, holds: bool = True) -> None:
         """Ends the backward of the current window. The backward's launches that were not submitted are no longer
-        expected.
+        expected, so no launch waits for them.
 
         Args:
-            holds: whether submitted launches may wait for launches of the next forward that precede them in the order.
-                Must be equal on all ranks.
+            holds: whether launches that were submitted may wait for launches of the next forward that precede them in
+                the order. If False, they are made now. Must be equal on all ranks.
         """
         with self.queue.lock:
             self.queue.windows[-1].expected &= self._of_forward
@@ -163,13 +169,13 @@ class Launcher:
             self.queue.issue()
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Submits a launch, which is made when all launches that precede it in the order have been made. Returns its
-        ticket.
+        """Submits a launch, and returns its ticket. The launch is made when all launches that precede it in the order
+        have been made.
 
         Args:
             which: the launch's id.
             launch: function that starts the collective.
-            sent_bytes: bytes that this rank sends, for the recorder; an estimate if they are not known yet.
+            sent_bytes: the number of bytes that this rank sends, or an estimate if the number is not known yet.
         """
         queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)
@@ -194,7 +200,7 @@ class Launcher:
             raise
 
     def flushing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for waits of the calling thread. A launch that it waits for may overtake preceding launches
-        that are not submitted yet.
+        """Returns a context for waits of the calling thread. If it waits for a launch, the launch may be made before
+        preceding launches that have not been submitted yet.
         """
         return self.queue.flushing()

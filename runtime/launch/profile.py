@@ -14,14 +14,14 @@ PROFILED_AFTER, PROFILED = 5, 6
 
 
 class StepProfiler:
-    """Records a few steps after warm-up, and makes a profile from them."""
+    """Records a few steps after warm-up, and computes a profile from the recording."""
 
     def __init__(self) -> None:
         self._steps = 0
         self._recording: Recording | None = None
 
     def count(self, recorder: Recorder) -> Profile | None:
-        """Counts a step that begins. Returns this rank's profile after the last measured step, otherwise None."""
+        """Counts a step that begins. Returns this rank's profile once all measured steps have ended, otherwise None."""
         self._steps += 1
         if self._steps == PROFILED_AFTER and recorder.recording is None:
             self._recording = recorder.start()
@@ -49,7 +49,7 @@ class Profile:
 
 
 def make_profile(recording: Recording) -> Profile:
-    """Computes a rank's profile: medians over the complete windows (a backward and the next forward) of a recording."""
+    """Computes a rank's profile: medians over the complete windows (a backward and the next forward) in a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
     for span in compute_spans(recording):
@@ -70,7 +70,9 @@ def make_profile(recording: Recording) -> Profile:
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
-    """Combines the profiles of all ranks: the slowest rank's compute, the mean of sent bytes, the slowest storage."""
+    """Combines the profiles of all ranks: the compute times of the slowest rank, the mean number of sent bytes, and the
+    slowest storage.
+    """
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
     launched = {launch for each in everyone for launch in each.sent_bytes}
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}

@@ -37,7 +37,7 @@ class Clock:
         """Prepares the clock for a recording that begins now. Does nothing here."""
 
     def now(self) -> Moment:
-        """Returns the current moment in a form that only `seconds` of this clock can convert."""
+        """Returns the current moment. Only the method `seconds` of this clock can convert it."""
         return time.perf_counter()
 
     def stop(self) -> None:
@@ -50,10 +50,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A completed collective or copy: its id, when it ran, and the bytes that this rank sent.
+    """A completed collective or copy.
 
     Attributes:
+        launch: the id of the collective or copy.
         window: the index, in the recording, of the window (a backward and the next forward) that submitted it.
+        sent_bytes: the number of bytes that this rank sent or copied.
         started_s, ended_s: seconds of `time.perf_counter`.
     """
 
@@ -70,12 +72,13 @@ class Recording:
     the next forward.
 
     Attributes:
-        marks: (operation, window, when the operation ended). The operation is None where a window begins.
-        waits: (launch, window, start of the wait, end of the wait).
-        transfers: the collectives and copies that completed.
+        marks: (operation, index of its window, time at which it ended) for each piece of compute. The operation is None
+            where a window begins.
+        waits: (launch, index of the window, start of the wait, end of the wait) for each wait.
+        transfers: the completed collectives and copies.
         window: the index of the current window, or -1 before the first backward.
         memory: (time, bytes in use) at each mark.
-        before: collectives and copies submitted by the forward before the first window.
+        before: collectives and copies that were submitted before the first window.
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
@@ -88,11 +91,12 @@ class Recording:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """A span of time in which one piece of compute ran without waiting, in seconds of `time.perf_counter`.
+    """A span of time in which one piece of compute ran without waiting.
 
     Attributes:
         operation: the id of the piece of compute.
         window: the index, in the recording, of the window (a backward and the next forward).
+        started_s, ended_s: seconds of `time.perf_counter`.
     """
 
     operation: OperationId
@@ -102,8 +106,8 @@ class ComputeSpan:
 
 
 def compute_spans(recording: Recording) -> list[ComputeSpan]:
-    """Converts the marks of a recording to spans of compute. Leaves out the time spent waiting, so that a wait splits a
-    span.
+    """Converts the marks of a recording to spans of compute. Time spent waiting is not part of any span, so a wait
+    splits a span in two.
     """
     spans: list[ComputeSpan] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
@@ -125,12 +129,12 @@ class Recorder:
     """Records this rank's compute, collectives and waits between `start` and `stop`.
 
     Args:
-        clock: the clock that gives the times, or None for the host's.
-        bytes_in_use: function that returns the bytes of memory in use, called whenever a piece of compute ends. None to
-            record no memory.
+        clock: the clock that gives the times, or None for the host's clock.
+        bytes_in_use: function that returns the number of bytes of memory in use. Called whenever a piece of compute
+            ends. None to record no memory.
 
     Attributes:
-        step_times: adds up the time of each step by category, also outside of recordings.
+        step_times: adds up the time of each step by category, also while nothing is recorded.
         segment: the id of the forward's current piece of compute, or None outside of a forward.
     """
 
@@ -195,8 +199,8 @@ class Recorder:
         return value
 
     def record_transfer(self, transfer: Transfer) -> None:
-        """Records a collective or copy that has completed, or that will be complete when the recording ends. Can be
-        called from any thread.
+        """Records a collective or copy that has completed, or that will have completed when the recording ends. Any
+        thread may call this.
         """
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
@@ -227,7 +231,7 @@ class Recorder:
 
 
 class RecordedWait(contextlib.AbstractContextManager[None]):
-    """A context that records a wait of the host thread or of its CUDA stream for a launch."""
+    """A context that records a wait for a launch. Either the host thread or its CUDA stream waits."""
 
     def __init__(self, recorder: Recorder, launch: OperationId) -> None:
         self._recorder, self._launch = recorder, launch
@@ -250,7 +254,7 @@ class RecordedWait(contextlib.AbstractContextManager[None]):
 
 
 class RecordedCopy:
-    """A context that records when one copy runs. Can be entered on any thread.
+    """A context that records when a copy runs. Any thread may enter it.
 
     Args:
         launch: the copy's id.

@@ -16,7 +16,7 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(*name: object) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that shows as a range in `torch.profiler`. Its name is the words of `name`. The context does
+    """Returns a context that appears as a range in `torch.profiler`, named by the words `name`. The context does
     nothing if the calling thread is not profiled.
     """
     if not is_profiled():
@@ -28,8 +28,8 @@ _NONE = contextlib.nullcontext()
 
 
 def spanned(name: str, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls `call(*arguments, **options)`, and returns its result. If the calling thread is profiled, the call shows as
-    a range `name` in `torch.profiler`.
+    """Calls `call(*arguments, **options)`, and returns its result. If the calling thread is profiled, the call appears
+    in `torch.profiler` as a range called `name`.
     """
     if not is_profiled():
         return call(*arguments, **options)

@@ -20,11 +20,12 @@ REMEMBERED = 32
 
 
 class StepTimes:
-    """Measures the time of each of the last steps by category, and counts the bytes sent.
+    """Measures how much time each of the last steps spent in each category, and counts the bytes that this rank has
+    sent.
 
     Attributes:
-        steps: for each of the last complete steps, in order, (seconds by category, bytes that this rank sent).
-        sent_bytes: bytes of the collectives that have completed since the last step. Any thread adds to it.
+        steps: (seconds by category, bytes that this rank sent) for each of the last complete steps, in order.
+        sent_bytes: bytes of the collectives that have completed since the last step. Any thread may add to it.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class StepTimes:
 
     def mark(self, operation: OperationId) -> None:
         """Adds the time since the last mark, or since the step began, to the category of `operation`, which ends now.
-        Leaves out the time spent waiting.
+        Does not count the time spent waiting.
         """
         if self._at_s is not None:
             share, now_s, step = time_category(operation), time.perf_counter(), self._step
@@ -44,7 +45,7 @@ class StepTimes:
             self._at_s, self._waited_s = now_s, 0.0
 
     def waited(self, launch: OperationId, seconds: float) -> None:
-        """Adds the duration of a wait for a launch to the launch's category."""
+        """Adds the duration of a wait for a launch to the category of the launch."""
         share = time_category(launch)
         self._step[share] = self._step.get(share, 0.0) + seconds
         self._waited_s += seconds
@@ -59,8 +60,8 @@ class StepTimes:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """Returns the milliseconds of each category in a typical step, the one of median length, or None before the
-        third backward.
+        """Returns the time in milliseconds that the step of median length spent in each category. Returns None before
+        the third backward.
 
         The step between the first two backwards is left out as warm-up.
         """

@@ -60,7 +60,8 @@ class StreamTicket(Ticket):
     queue: StreamQueue
 
     def issue(self) -> None:
-        """Enqueues the collective, if it has not been enqueued, even if preceding launches are not submitted yet.
+        """Enqueues the collective on its CUDA stream, even if preceding launches have not been submitted yet. Does
+        nothing if it has already been enqueued.
 
         Raises:
             RuntimeError: a launch failed, or a preceding launch of the same class has not been submitted.
@@ -96,12 +97,13 @@ class StreamTicket(Ticket):
 
 
 class StreamQueue(LaunchQueue):
-    """Launches a rank's submitted collectives on CUDA streams, in the order of the schedule, from the thread that
-    submits them.
+    """Launches a rank's submitted collectives on CUDA streams, in the order of the schedule. The queue has no thread of
+    its own; it makes launches when one is submitted or awaited.
 
     Attributes:
         overtook: whether a launch was made out of order since `was_in_order` or `enqueue_submitted` was last called.
-        tells: this rank's position at its last launch out of order, or None if it has been reported to the other ranks.
+        tells: this rank's position at its last launch out of order. None if there is none, or if it has been reported
+            to the other ranks.
     """
 
     ticket = StreamTicket
@@ -120,11 +122,13 @@ class StreamQueue(LaunchQueue):
         self._ends: dict[Lane, Event] = {}  # lane -> the event at the end of its last launch
 
     def issue(self, out_of_turn: bool = False, agreed: bool = False, follows: bool = False) -> None:
-        """Enqueues all submitted launches that are due, or all submitted launches if `out_of_turn`.
+        """Enqueues all submitted launches that are due.
 
         Args:
-            agreed: whether all ranks do the same at this point. Then the launches count as in order.
-            follows: whether another rank has already launched out of order here. Then these launches do not wait for
+            out_of_turn: whether to enqueue all submitted launches, even if preceding launches have not been submitted
+                yet.
+            agreed: whether all ranks do the same at this point, so that the launches count as made in order.
+            follows: whether another rank has already launched out of order here. If True, the launches do not wait for
                 launches of other models on the device.
         """
         with self.lock:
@@ -155,11 +159,11 @@ class StreamQueue(LaunchQueue):
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context that does nothing: a wait enqueues its own launch, out of order if needed."""
+        """Opens a context that does nothing, because each wait enqueues its own launch, even out of order."""
         yield
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Adds a submitted launch to the current window, and enqueues on CUDA streams all launches that are due."""
+        """Adds a submitted launch to the current window, and enqueues all launches that are due."""
         if self.error is not None:
             raise self.error
         assert isinstance(ticket, StreamTicket)
@@ -170,12 +174,12 @@ class StreamQueue(LaunchQueue):
         super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Begins a window (a backward and the next forward). Makes the current CUDA stream wait for launches that
-        nothing has awaited during a whole window, so that their memory is freed.
+        """Begins a window (a backward and the next forward). If a launch was not awaited during a whole window, makes
+        the current CUDA stream wait for it, so that its memory is freed.
 
         Args:
             order: the ids of the new window's launches, in order.
-            held: whether the new window's launches must wait until its `held` is cleared.
+            held: whether the new window's launches must wait until `LaunchWindow.held` is set to False.
         """
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
@@ -191,11 +195,10 @@ class StreamQueue(LaunchQueue):
         return not overtook
 
     def enqueue_submitted(self) -> None:
-        """Enqueues all submitted launches, even if preceding ones are not submitted yet. All ranks call this at the
-        same point.
+        """Enqueues all submitted launches, even if preceding launches have not been submitted yet. All ranks call this
+        at the same point.
 
-        Ranks may have launched different collectives out of order before, so all later launches wait for all launches
-        so far.
+        All later launches wait for all launches so far, because ranks may have made these in different orders.
         """
         with self.lock:
             self.issue(out_of_turn=True, agreed=True)
@@ -213,15 +216,15 @@ class StreamQueue(LaunchQueue):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """A function that returns a context in which the caller may launch another collective in an order that all
-        ranks share.
+        """A function that returns a context for launching a collective outside of the queue, in an order that all ranks
+        share.
         """
         return self._launch_in_order
 
     @contextlib.contextmanager
     def _launch_in_order(self) -> Iterator[None]:
-        """Opens a context for launching another collective on the current CUDA stream, after all earlier launches of
-        this queue and before all later ones.
+        """Opens a context for launching a collective outside of the queue on the current CUDA stream. The collective
+        runs after all earlier launches of this queue and before all later ones.
         """
         with self.lock:
             place: tuple[int, ...] = (-1,)
@@ -243,15 +246,16 @@ class StreamQueue(LaunchQueue):
                 self.streams.wait(ended)
 
     def next_place(self) -> Place:
-        """Returns this rank's position: (number of the current window, how many of its launches may still be
-        submitted).
+        """Returns this rank's position, a pair of the number of the current window and the number of its launches that
+        may still be submitted.
         """
         window = self.windows[-1]
         return window.number, len(window.expected)
 
     def agree_on_order(self, store: Any, name: str) -> None:
-        """Makes ranks agree on launches out of order. Reports this rank's last one to the store, or follows one that
-        another rank has reported at this rank's position. Called periodically by the liveness thread.
+        """Makes ranks agree on launches out of order. If this rank has launched out of order since the last call,
+        reports its position to the store. Otherwise, if another rank has reported the position at which this rank is
+        now, enqueues the same launches. The thread that detects dead ranks calls this periodically.
 
         Args:
             store: a store of torch.distributed that only this thread uses.
@@ -272,7 +276,7 @@ class StreamQueue(LaunchQueue):
             ).start()
 
     def _follow_out_of_order(self, place: Place) -> None:
-        """Enqueues all submitted launches, as another rank has done when it was at `place`. Does nothing if this rank
+        """Enqueues all submitted launches, as another rank has done at the position `place`. Does nothing if this rank
         is no longer at that position.
         """
         self.streams.use_device()
@@ -281,7 +285,7 @@ class StreamQueue(LaunchQueue):
                 self.issue(out_of_turn=True, follows=True)
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
-        """Returns whether another launch that precedes this one in the order may still be made."""
+        """Returns whether a launch that precedes this one in the order may still be made."""
         number, place = ticket.place
         for window in self.windows:
             if window.expects_before(place if window.number == number else math.inf) and window.number <= number:

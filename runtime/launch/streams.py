@@ -27,12 +27,13 @@ Event = Any
 class Streams:
     """The CUDA streams of a device: one for compute, and one for each class of communication.
 
-    The current stream is read through `torch._C`, because each step reads it often, and `torch.cuda` takes more Python
-    calls.
+    The current stream is read through `torch._C`, because each step reads it often, and `torch.cuda` would make more
+    Python calls.
 
     Attributes:
-        last: (id of the launch queue that made the device's last launch in order, CUDA event after it), or None.
-        out_of_turn: id of a launch queue -> CUDA event after its last launch out of order.
+        last: (id of a launch queue, CUDA event) for the device's last launch that was made in order. None if there is
+            none.
+        out_of_turn: id of a launch queue -> CUDA event after its last launch that was made out of order.
         models: the communicators of all models on the device.
     """
 
@@ -49,10 +50,10 @@ class Streams:
         return sum(each.is_open for each in self.models) > 1
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context in which the current stream is that of `lane`, a class of communication or a direction of
-        copies.
+        """Returns a context in which the current stream is that of `lane`.
 
         Args:
+            lane: a class of communication, or a direction of copies.
             what: a name for the work in profiles.
         """
         return _OnStream(self._lanes[lane], self._index)
@@ -83,7 +84,9 @@ class Streams:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts copying a tensor to pinned host memory, which may be read once a later event has completed."""
+        """Starts copying a tensor to pinned host memory, and returns the copy. Its values are valid once an event has
+        completed that is recorded after this call.
+        """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
@@ -97,15 +100,18 @@ class Streams:
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Waits on the host until an event has completed. Returns the values of `copy`, a host tensor that is valid
-        then, as a list.
+        """Makes the host wait for an event, and returns the values of a host tensor as a list.
+
+        Args:
+            event: an event after which the values are valid.
+            copy: the host tensor, as returned by `to_host`.
         """
         self.wait_on_host(event)
         values: list[Any] = copy.tolist()
         return values
 
     def clock(self) -> Clock:
-        """Returns a clock that measures time on the current stream, by events."""
+        """Returns a clock that measures time on the current stream by CUDA events."""
         return _StreamClock(self._device)
 
     def use_device(self) -> None:
@@ -114,8 +120,8 @@ class Streams:
 
 
 class _StreamsById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """Caches stream objects by the ids (stream id, device index, device type) that `torch._C` uses. Creates missing
-    ones.
+    """A cache of stream objects. Keys are the ids (stream id, device index, device type) that `torch._C` uses. Creates
+    missing entries.
     """
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
@@ -143,7 +149,9 @@ class _OnStream(AbstractContextManager[None]):
 
 
 class _StreamClock(Clock):
-    """A clock that records CUDA events on a stream, and computes their times at the end of the recording."""
+    """A clock for work on CUDA streams. Records a CUDA event for each moment, and computes the events' times at the end
+    of the recording.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,7 +159,9 @@ class _StreamClock(Clock):
         self._zero_s = 0.0
 
     def start(self) -> None:
-        """Begins a recording: records the event from which times are measured, and the host's time at this moment."""
+        """Begins a recording. Records a CUDA event and the host's time at the same moment, to convert the times of
+        later events.
+        """
         torch.cuda.synchronize(self._device)
         self._zero_s = time.perf_counter()
         self._zero = self.now()
@@ -167,8 +177,8 @@ class _StreamClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float unchanged, because it is a
-        host time already.
+        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float unchanged, because it already
+        is a time of the host.
         """
         if isinstance(moment, float):  # recorded with the host's clock by a thread that has no CUDA stream
             return moment

@@ -26,19 +26,21 @@ class Ticket(InFlight):
     Args:
         which: the launch's id.
         launch: function that starts the collective.
-        sent_bytes: the number of bytes that this rank sends; an estimate if it is not known yet.
-        window: the index of the window that the recorder is in, or `OUTSIDE`.
+        sent_bytes: the number of bytes that this rank sends, or an estimate if the number is not known yet.
+        window: the index of the recorder's current window (a backward and the next forward), or `OUTSIDE` if nothing is
+            recorded.
         queue: the queue to which the launch was submitted.
 
     Attributes:
         id: the launch's id.
-        launch: None once the collective has been started.
-        done: whether the collective has completed or, on a CUDA device, the current stream waits for it.
+        launch: function that starts the collective; None once it has been started.
+        done: whether the collective has completed. On a CUDA device, whether the current stream waits for it.
         dropped: whether the collective will never be started.
-        wanted: whether a thread waits for the launch in a `flushing` context, so that it may overtake other launches.
+        wanted: whether a thread waits for the launch in a `flushing` context. The launch may then be made before other
+            launches that precede it in the order.
         tells: whether no other launch was in flight at the same time, so that its duration is a good estimate for later
             steps.
-        started_s, ended_s: `time.perf_counter` when the collective was started and when it completed; 0 before.
+        started_s, ended_s: times of `time.perf_counter` at which the collective was started and completed; 0 before.
     """
 
     def __init__(self, which: OperationId, launch: Launch, sent_bytes: int, window: int, queue: LaunchQueue) -> None:

@@ -57,11 +57,11 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Returns a rank's memory in use over time, relative to the start of the recording. Returns [] if the memory in use
-    does not change.
+    """Returns how a rank's memory in use has changed since the start of the recording, at each point in time. Returns
+    [] if it did not change.
 
     Args:
-        zero_s: the time in seconds from which times in the result are counted.
+        zero_s: the time, in seconds of this rank's clock, that is zero in the result.
     """
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
@@ -69,12 +69,11 @@ def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[Memor
 
 
 def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
-    """Converts one rank's recording to (spans of compute and transfers, waits), with times in milliseconds since
-    `zero_s`.
+    """Converts one rank's recording to (spans of compute and transfers, waits), with times in milliseconds.
 
     Args:
         steps: the operations of a step, which are matched to the recording by their ids.
-        zero_s: the zero of the timeline, in seconds of this rank's clock.
+        zero_s: the time, in seconds of this rank's clock, that is zero in the result.
     """
     known = {operation.id: operation for operation in steps.operations}
 
@@ -104,7 +103,7 @@ def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: fl
 
 
 def _clock_offset(communicator: Communicator) -> float:
-    """Measures how many seconds this rank's clock is ahead of rank 0's. Collective."""
+    """Measures by how many seconds this rank's clock is ahead of the clock of rank 0. Collective."""
     clocks: list[list[float]] = []
     now = 0.0
     for _ in range(ROUNDS + 1):

@@ -37,7 +37,7 @@ Measured = tuple[float, float]
 
 @dataclass(frozen=True)
 class ValueLayout:
-    """The layout of a value in its storage, from which the value can be recreated over other memory.
+    """The dtype, shape, strides and device of a value, by which it can be recreated in other memory.
 
     Attributes:
         size, stride, offset: a tensor's `shape`, `stride()` and `storage_offset()`.
@@ -55,19 +55,19 @@ class ValueLayout:
         return cls(value.dtype, tuple(value.shape), value.stride(), int(value.storage_offset()), value.device)
 
     def view_bytes(self, data: Tensor) -> Tensor:
-        """Returns a tensor with this layout whose storage is that of `data`, a tensor of bytes."""
+        """Returns a tensor with this layout in the memory of `data`, a tensor of bytes."""
         found = torch.empty(0, dtype=self.dtype, device=self.device)
         return found.set_(data.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor whose memory has been, or is being, copied to a file or to host memory (offloaded).
+    """A tensor whose memory has been offloaded, or is being offloaded: copied to a file or to host memory.
 
     Attributes:
-        layout: from which the tensor is recreated.
-        nbytes: the size of its storage in bytes.
-        place: where its bytes are stored: a part of a file, or a host tensor.
+        layout: the layout with which the tensor is recreated.
+        nbytes: the size of the tensor's storage in bytes.
+        place: where the bytes are stored: a part of a file (`Slot`), or a host tensor.
         leaving: the copy in progress, or None once it has been awaited.
     """
 
@@ -79,11 +79,11 @@ class Stored:
 
 @dataclass(frozen=True)
 class Reloading:
-    """A tensor that is being copied back into memory.
+    """An offloaded tensor that is being copied back into memory.
 
     Attributes:
-        stored: where its bytes are stored.
-        data: the bytes of its new memory.
+        stored: the handle of the offloaded tensor.
+        data: the new memory of the tensor, as a tensor of bytes.
         ending: the copy in progress.
     """
 
@@ -96,11 +96,12 @@ class Copies(ABC):
     """Base class of objects that offload values and reload them while compute runs."""
 
     def offload(self, value: Tensor, launch: OperationId, recorder: Recorder | None) -> Stored:
-        """Starts copying a tensor's storage out. Returns a handle of the offloaded tensor, for `await_offload`.
+        """Starts offloading a tensor, by copying its storage. Returns a handle of the offloaded tensor, for
+        `await_offload`.
 
         Args:
             launch: the id of the copy, for the recorder.
-            recorder: records the time of the copy, or None.
+            recorder: records the time of the copy, or None to record nothing.
         """
         data = _storage_bytes(value)
         return self._copy_out(
@@ -108,8 +109,11 @@ class Copies(ABC):
         )
 
     def await_offload(self, stored: Stored) -> Stored:
-        """Waits until the memory of an offloaded tensor can be reused; with CUDA, only the compute stream waits.
-        Returns the handle for `reload`.
+        """Waits until the memory of an offloaded tensor can be reused. Returns the handle for `reload`. With CUDA, only
+        the compute stream waits.
+
+        Args:
+            stored: the result of `offload`.
         """
         self._end(stored.leaving)
         return replace(stored, leaving=None)
@@ -132,14 +136,16 @@ class Copies(ABC):
         return coming.stored.layout.view_bytes(coming.data)
 
     def measure(self, device: torch.device) -> Measured:
-        """Measures how fast tensors on a device are offloaded and reloaded. Returns the figures of the slower
-        direction: (bytes per millisecond, milliseconds of a copy of one byte).
+        """Measures how fast tensors on a device are offloaded and reloaded. Returns (bytes per millisecond,
+        milliseconds to copy one byte) of the slower of the two directions.
         """
         start_ms = self._slower_copy_ms(1, device)
         return PROBED_BYTES / max(self._slower_copy_ms(PROBED_BYTES, device) - start_ms, 1e-3), start_ms
 
     def _slower_copy_ms(self, nbytes: int, device: torch.device) -> float:
-        """Offloads and reloads `nbytes`. Returns the milliseconds of the slower direction, after two untimed rounds."""
+        """Offloads and reloads `nbytes` bytes, after two untimed rounds. Returns the time in milliseconds of the slower
+        of the two directions.
+        """
         launch = OperationId("offload", "probe", lane="offload")
         value = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         slower_ms = 0.0
@@ -157,13 +163,15 @@ class Copies(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the host wait until compute, and all copies that were awaited, have ended."""
+        """Makes the host wait until all compute, and all copies that were awaited, have ended."""
 
     @abstractmethod
     def _copy_out(self, stored: Stored, data: Tensor, watch: RecordedCopy) -> Stored:
-        """Starts copying `data`, the bytes of a tensor's storage, out. Returns `stored` with `place` and `leaving` set.
+        """Starts offloading a tensor. Returns `stored` with the attributes `place` and `leaving` set.
 
         Args:
+            stored: the handle of the tensor.
+            data: the bytes of the tensor's storage.
             watch: a context that records the time of the copy.
         """
 
@@ -180,14 +188,15 @@ class Copies(ABC):
         """Waits for a copy that `_copy_out` or `_copy_back` has started. With CUDA, only the compute stream waits.
 
         Args:
-            copying: the `leaving` or `ending` of their result.
+            copying: the attribute `leaving` of the result of `_copy_out`, or `ending` of the result of `_copy_back`.
         """
 
 
 class FileCopies(Copies):
-    """Offloads values to a file that is deleted when the process ends. One thread writes and another reads.
+    """Offloads values to a file that is deleted when the process ends. Uses one thread to write and one to read.
 
-    The file is not mapped into memory, because each newly mapped page costs a fault, which takes longer than its copy.
+    The file is not mapped into memory, because each newly mapped page costs a page fault, which takes longer than its
+    copy.
 
     Args:
         directory: the folder for the file.
@@ -241,8 +250,7 @@ class FileCopies(Copies):
         returned object is deleted.
 
         Raises:
-            RuntimeError: the disk is full. The space is reserved here, so that a later write cannot fail for this
-                reason.
+            RuntimeError: the disk is full. Disk space is reserved here, so a later write cannot fail for this reason.
         """
         length = max(-(-nbytes // SLOT_BYTES), 1) * SLOT_BYTES
         if self._free[length]:
@@ -299,17 +307,17 @@ class Slot:
 
 
 class PinnedCopies(Copies):
-    """Offloads values to pinned host memory, on one CUDA stream per direction.
+    """Offloads values to pinned host memory. Uses one CUDA stream to offload and one to reload.
 
-    torch's allocator caches pinned memory, and reuses it when the copies that use it have ended.
+    torch's allocator caches pinned memory, and reuses it once the copies that use it have ended.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     def synchronize(self) -> None:
-        """Waits on the host until all work on the current stream has ended, including copies for which the stream
-        waits.
+        """Makes the host wait until all work on the current stream has ended. This includes the copies for which the
+        stream waits.
         """
         # Wait for an event of these streams, because their device may not be the current one.
         self._streams.record("settled").synchronize()
@@ -325,8 +333,11 @@ class PinnedCopies(Copies):
         return Reloading(stored, data, (self._copy("reload", data, stored.place, watch), data))
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, watch: RecordedCopy) -> Any:
-        """Starts a copy from `source` to `target` on the stream of `lane` (offload or reload). Returns an event for its
-        end. `watch` is a context for the copy, which records its time.
+        """Starts a copy from `source` to `target`. Returns a CUDA event that completes when the copy ends.
+
+        Args:
+            lane: the direction of the copy ("offload" or "reload"), which selects its stream.
+            watch: a context that records the time of the copy.
         """
         streams = self._streams
         ready = streams.record(watch.launch, "ready")
@@ -337,10 +348,12 @@ class PinnedCopies(Copies):
             return streams.record(watch.launch, "done")
 
     def _end(self, copying: tuple[Any, Tensor]) -> None:
-        """Makes the compute stream wait for a copy, so that it may overwrite the copy's source and read its target.
+        """Makes the compute stream wait for a copy. Later work on that stream may overwrite the copy's source and read
+        its target.
 
         Args:
-            copying: (CUDA event for the end of the copy, the device tensor that it reads or writes).
+            copying: a pair of the CUDA event at the end of the copy and the device tensor that the copy reads or
+                writes.
         """
         self._streams.wait(copying[0])
 
@@ -352,14 +365,24 @@ def _storage_bytes(value: Tensor) -> Tensor:
 
 
 def _write_slot(slot: Slot, data: list[Tensor], watch: RecordedCopy) -> None:
-    """Writes the only tensor of `data` into its part of the file (`slot`), and removes it from the list to free it.
-    `watch` records the time.
+    """Writes a tensor to a part of the file.
+
+    Args:
+        slot: the part of the file.
+        data: a list with the tensor. The tensor is removed from the list, so that its memory is freed after the write.
+        watch: a context that records the time of the copy.
     """
     with watch:
         slot.write(data.pop().numpy().data)
 
 
 def _read_slot(slot: Slot, data: Tensor, watch: RecordedCopy) -> None:
-    """Reads a part of the file (`slot`) into `data`. `watch` records the time."""
+    """Reads a part of the file into a tensor.
+
+    Args:
+        slot: the part of the file.
+        data: the tensor of bytes to overwrite.
+        watch: a context that records the time of the copy.
+    """
     with watch:
         slot.read(data.numpy().data)

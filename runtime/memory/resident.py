@@ -14,7 +14,7 @@ _STATUS, _MEMORY = Path("/proc/self/statm"), Path("/proc/meminfo")
 
 
 class _Mallinfo2(ctypes.Structure):
-    """`struct mallinfo2` of glibc, since 2.33 (malloc.h)."""
+    """The C type `struct mallinfo2` of glibc 2.33 and later (malloc.h)."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -26,11 +26,11 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Returns the bytes of memory in use: on CUDA, by tensors on the device; on the CPU, by the whole process, or 0 if
-    unknown.
+    """Returns how many bytes of memory are in use. On a CUDA device, counts the memory of tensors. On the CPU, counts
+    the memory of the whole process. Returns 0 if the number is not known.
 
-    Without glibc's malloc, this is the process's resident set, which does not shrink when freed blocks are kept for
-    reuse.
+    Without glibc's malloc, the result is the process's resident set, which does not shrink when freed blocks are kept
+    for reuse.
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
@@ -44,7 +44,7 @@ def bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes() -> int:
-    """Returns how many bytes of the machine's memory are available according to the kernel, or 0 if unknown."""
+    """Returns how many bytes of the machine's memory the kernel reports as available, or 0 if this is not known."""
     if not _MEMORY.exists():
         return 0
     found = dict(line.split(":", 1) for line in _MEMORY.read_text(encoding="ascii").splitlines())
