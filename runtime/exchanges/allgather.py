@@ -12,8 +12,8 @@ from embrace_fx.runtime.exchanges.rounds import gather_units
 
 
 def mean_parts(own: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list[RowSet]]:
-    """Averages sparse gradients over ranks: gathers their rows, and sums them in rank order, so that all ranks get the
-    same bits. Returns the mean as a list of one set of rows.
+    """Averages sparse gradients over ranks. Gathers the rows of all ranks, and sums them in rank order, so that all
+    ranks get the same bits. Returns the mean as a list of one set of rows.
 
     Args:
         own: the rows of this rank's gradient.

@@ -17,7 +17,9 @@ SHORT_BLOCK = 32
 
 
 def block_bitmap(blocks: Tensor) -> Tensor:
-    """Returns a mask (B,) of the `blocks` (B, s) with a non-zero element. NaN counts as non-zero, and -0.0 as zero."""
+    """Returns a mask (B,) of the blocks (B, s) that have a non-zero element. NaN counts as non-zero, and -0.0 as
+    zero.
+    """
     if blocks.is_cuda:
         counts: Tensor = torch.linalg.vector_norm(blocks, 0, dim=1)  # a single pass, which writes only the result
         return counts != 0
@@ -33,8 +35,8 @@ def cut_rows(dense: Tensor, _cluster: Cluster) -> RowSet:
 
 
 def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
-    """Returns the non-zero blocks of `block_size` consecutive elements of a dense gradient. The last block is padded
-    with zeros.
+    """Splits a dense gradient into blocks of `block_size` consecutive elements, and returns the non-zero blocks. The
+    last block is padded with zeros.
     """
     flat = dense.reshape(-1)
     if missing := -flat.numel() % block_size:
@@ -45,9 +47,9 @@ def cut_blocks(dense: Tensor, block_size: int) -> RowSet:
 
 
 def write_blocks_(dense: Tensor, blocks: RowSet) -> None:
-    """Writes blocks back into the contiguous tensor `dense` from which they were cut. Other blocks do not change.
+    """Writes blocks back to the contiguous tensor `dense` from which they were cut. Other blocks do not change.
 
-    Blocks that no rank has are already zero in the tensor, so a mean replaces the gradient completely.
+    If `blocks` is a mean over ranks, all other blocks are already zero, so the mean replaces the gradient completely.
     """
     flat = dense.view(-1)
     ids, rows = blocks.ids, blocks.rows

@@ -30,7 +30,11 @@ different ones.
 
 
 def run_exchange(steps: Steps[T]) -> T:
-    """Runs all rounds of an exchange (`steps`), waiting for each, and returns its result."""
+    """Runs an exchange to its end. Waits for each of its rounds, and returns its result.
+
+    Args:
+        steps: generator that yields the collective of each round.
+    """
     try:
         launch = next(steps)
         while True:
@@ -49,8 +53,9 @@ class Channel:
         group: the process group, of at least two ranks.
 
     Attributes:
-        rank, world_size: this rank in the group, and the group's size.
-        sent_bytes: payload bytes that this rank has sent to others so far.
+        rank: the index of this rank in the group.
+        world_size: the number of ranks in the group.
+        sent_bytes: the number of payload bytes that this rank has sent to other ranks so far.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -60,7 +65,8 @@ class Channel:
         self.sent_bytes = 0
 
     def all_to_all_equal(self, sent: Tensor) -> InFlight:
-        """Sends equal parts to all ranks, and receives one from each, in rank order. Meant for small parts.
+        """Sends a part of equal size to every rank, and receives a part from every rank, in rank order. Meant for small
+        parts.
 
         Args:
             sent: (N k,), the parts in rank order.
@@ -70,7 +76,7 @@ class Channel:
         return InFlight(received, dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
     def all_to_all(self, sent: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> InFlight:
-        """Sends a part to every rank, and receives one from each, in rank order, as point-to-point messages.
+        """Sends a part to every rank, and receives a part from every rank, in rank order. Uses point-to-point messages.
 
         Args:
             sent: (sum of send_sizes,), the parts in rank order.
@@ -82,10 +88,11 @@ class Channel:
         return InFlight(received, self._exchange_messages(own, theirs))
 
     def all_gather(self, own: Tensor, sizes: Sequence[int]) -> InFlight:
-        """Gathers the data of every rank, in rank order, also if their sizes differ.
+        """Gathers the data of every rank, in rank order. The sizes may differ between ranks.
 
-        The collective needs equal sizes. If sizes differ, single messages send exactly the ranks' bytes. Padding would
-        send the longest rank's bytes from every rank, and an AlltoAll would first write `world_size` copies of `own`.
+        If the sizes differ, the data is sent as point-to-point messages, because the collective requires equal sizes.
+        Padding would send as many bytes from every rank as from the rank with the most data, and an AlltoAll would
+        first write `world_size` copies of `own`.
 
         Args:
             own: (sizes[rank],), this rank's data.
@@ -98,7 +105,7 @@ class Channel:
         return InFlight(everyone, gather_single(everyone, own, self._group, async_op=True))
 
     def _exchange_messages(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Messages:
-        """Sends a message to, and receives one from, every other rank. Skips empty messages.
+        """Sends a message to every other rank, and receives a message from every other rank. Skips empty messages.
 
         Args:
             sent, received: the message to each rank, and the memory for the message from each rank.

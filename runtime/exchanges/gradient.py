@@ -11,9 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSet:
-    """Some rows of a tensor, with their ids. Rows that are absent are zero.
+    """Some rows of a tensor, with their ids. The tensor's other rows are zero.
 
-    A present row may be zero. An optimizer that updates by rows still updates it.
+    A row in the set may also be zero. An optimizer that updates by rows still updates it.
 
     Attributes:
         ids: (K,) int64, unique and ascending, from 0 to num_rows - 1.
@@ -43,14 +43,16 @@ MARKED_ROWS_PER_ID = 32
 
 
 def sum_by_position(positions: Tensor, rows: Tensor, counts: Sequence[int], size: int) -> Tensor:
-    """Sums rows with the same position in rank order, so that sums are reproducible bit for bit. Returns (size, d).
+    """Sums rows with the same position. Adds them in rank order, so that sums are reproducible bit for bit. Returns
+    (size, d).
 
-    Sums are float32 at least: in 16 bits they would lose a bit per doubling of the ranks.
+    Sums are at least float32, because 16-bit sums would lose one bit each time the number of ranks doubles.
 
     Args:
-        positions: (K,) from 0 to size - 1, rank after rank; unique within a rank.
+        positions: (K,) from 0 to size - 1, in rank order; unique within a rank.
         rows: (K, d).
         counts: for each rank, how many of the K rows are from it.
+        size: the number of positions.
     """
     total = rows.new_zeros((size, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
     for of_rank, summand in zip(positions.split(list(counts)), rows.split(list(counts)), strict=True):
@@ -60,14 +62,14 @@ def sum_by_position(positions: Tensor, rows: Tensor, counts: Sequence[int], size
 
 
 def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, divisor: int) -> RowSet:
-    """Averages rows with the same id. Returns the rows that any rank has.
+    """Averages rows with the same id. Returns one row for each id that any rank has.
 
     Args:
-        ids: (K,) int64 in any order, rank after rank; unique within a rank.
+        ids: (K,) int64, in rank order; unique within a rank, but not sorted.
         rows: (K, d).
         counts: for each rank, how many of the K rows are from it.
         num_rows: the number of rows of the whole tensor.
-        divisor: the number of ranks, or 1 for the sum.
+        divisor: the number of ranks, or 1 to compute the sum.
     """
     union, positions = _unique_ids(ids, num_rows)
     total = sum_by_position(positions, rows, counts, union.numel())
@@ -75,7 +77,9 @@ def mean_by_id(ids: Tensor, rows: Tensor, counts: Sequence[int], num_rows: int, 
 
 
 def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Returns the unique ids, ascending, and for each id its position among them. Ids are below `num_rows`."""
+    """Returns the unique ids in ascending order, and for each of `ids` its position among them. All ids must be below
+    `num_rows`.
+    """
     if num_rows > MARKED_ROWS_PER_ID * ids.numel():
         union, positions = torch.unique(ids, return_inverse=True)
         return union, positions
@@ -85,8 +89,11 @@ def _unique_ids(ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def join_parts(parts: Sequence[RowSet], num_rows: int) -> RowSet:
-    """Joins disjoint sets of rows (`parts`) of a tensor of `num_rows` rows to one. A single set is returned
-    unchanged.
+    """Combines disjoint sets of rows of a tensor into one set. Returns a single set unchanged.
+
+    Args:
+        parts: the sets of rows.
+        num_rows: the number of rows of the whole tensor.
     """
     if len(parts) == 1:
         return parts[0]

@@ -20,7 +20,9 @@ _SECOND = 0xC4CEB9FE1A85EC53 - 2**64
 
 
 def murmur(ids: Tensor, seed: int) -> Tensor:
-    """Hashes (K,) int64 ids by MurmurHash3's 64-bit finalizer, a bijection, after mixing in `seed`."""
+    """Hashes ids (K,) int64 with the 64-bit finalizer of MurmurHash3, after mixing in `seed`. Different ids have
+    different hashes.
+    """
     key = (seed + 1 + 2**63) % 2**64 - 2**63  # wraps to 64 bits; adds 1, because the finalizer maps zero to zero
     return _mix_bits(ids ^ _mix_bits(torch.tensor(key, device="cpu")))
 
@@ -38,16 +40,18 @@ def _shift_right_33(x: Tensor) -> Tensor:
 
 
 def server_of(ids: Tensor, servers: int, seed: int) -> Tensor:
-    """Returns the server (K,) of each id (K,), the same on all ranks. This is the hash function h0 of Zen."""
+    """Returns the server (K,) to which each id (K,) is assigned, the same on all ranks. This is the hash function h0 of
+    Zen.
+    """
     return ((murmur(ids, seed) >> 1) & (2**63 - 1)) % servers
 
 
 @lru_cache(maxsize=64)
 def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns, for each server, the ids from 0 to num_ids - 1 that hash to it, ascending. These are the index sets I_i
-    of Zen.
+    """Returns, for each server, the ids from 0 to num_ids - 1 that are assigned to it, in ascending order. These are
+    the index sets I_i of Zen.
 
-    The result takes 8 bytes per id, and is cached because computing it sorts all ids.
+    The result takes 8 bytes per id. It is cached because computing it sorts all ids.
     """
     ids = torch.arange(num_ids, device=device)
     server = server_of(ids, servers, seed)
@@ -57,11 +61,12 @@ def index_sets(num_ids: int, servers: int, seed: int, device: torch.device) -> t
 
 
 def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
-    """Returns a bitmap (ceil(I / 8),) uint8: bit p % 8 of byte p // 8 is set if `ids` contains the p-th of `index_set`.
+    """Encodes ids as a bitmap over an index set. Returns a tensor (ceil(I / 8),) of dtype uint8, in which bit p % 8 of
+    byte p // 8 is set if `ids` contains the id at position p of the index set.
 
     Args:
-        ids: (K,) some of the index set, ascending.
-        index_set: (I,) ascending.
+        ids: (K,), ids from the index set, ascending.
+        index_set: (I,), ascending.
     """
     bits = ids.new_zeros((-(-index_set.numel() // 8) * 8,), dtype=torch.uint8)
     bits[torch.searchsorted(index_set, ids.contiguous())] = 1
@@ -69,11 +74,11 @@ def hash_bitmap(ids: Tensor, index_set: Tensor) -> Tensor:
 
 
 def ids_of_bitmap(bitmap: Tensor, index_set: Tensor) -> Tensor:
-    """Returns the ids of an index set whose bits are set in a bitmap: the inverse of `hash_bitmap`."""
+    """Returns the ids of an index set whose bits are set in a bitmap. This is the inverse of `hash_bitmap`."""
     bits = (bitmap.unsqueeze(1) >> _bit_numbers(bitmap.device)) & 1
     return index_set[bits.view(-1)[: index_set.numel()] != 0]
 
 
 def _bit_numbers(device: torch.device) -> Tensor:
-    """Returns the numbers 0 to 7 of the bits of a byte."""
+    """Returns a tensor of the numbers 0 to 7, one for each bit of a byte."""
     return torch.arange(8, dtype=torch.uint8, device=device)

@@ -51,14 +51,19 @@ def mean_parts(units: RowSet, channel: Channel, _cluster: Cluster) -> Steps[list
 
 
 def _sum_row_sets(first: RowSet, second: RowSet) -> RowSet:
-    """Returns the sum of two sets of rows, `first` before `second`, with each id once."""
+    """Returns the sum of two sets of rows, with each id once. Rows of `first` are added before those of `second`."""
     ids, rows = torch.cat([first.ids, second.ids]), torch.cat([first.rows, second.rows])
     return mean_by_id(ids, rows, [first.ids.numel(), second.ids.numel()], first.num_rows, divisor=1)
 
 
 def _exchange_with(units: RowSet, to: int | None, source: int | None, channel: Channel) -> Steps[RowSet]:
-    """Sends units (rows or blocks) to rank `to` over a channel, and returns those received from rank `source`; None to
-    send or receive none.
+    """Exchanges units (rows or blocks) with other ranks over a channel. Returns the units received.
+
+    Args:
+        units: the units to send.
+        to: the rank to send to, or None to send nothing.
+        source: the rank to receive from, or None to receive nothing.
+        channel: sends the messages.
     """
     world = range(channel.world_size)
     count = units.ids.numel()

@@ -35,7 +35,7 @@ class Strategy:
     Attributes:
         mean_parts: averages this rank's units with those of the other ranks. Returns the mean as disjoint sets of
             units.
-        units: splits a gradient (rows, width) into units: its non-zero rows or blocks, each with an index.
+        units: splits a gradient (rows, width) into units, which are its non-zero rows or blocks, each with an index.
     """
 
     mean_parts: Callable[[RowSet, Channel, Cluster], Steps[list[RowSet]]]
@@ -54,7 +54,7 @@ STRATEGY_OF: Mapping[tuple[str, str], Strategy] = {
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """Describes how one parameter's gradient is exchanged: its strategy and sizes, equal on all ranks.
+    """Describes how one parameter's gradient is exchanged. Equal on all ranks.
 
     Attributes:
         rows: the size of the gradient's first dimension.
@@ -70,8 +70,8 @@ def exchange_gradient_(flat: Tensor, kind: ExchangeKind, channel: Channel, clust
     """Replaces a gradient by its mean over ranks, in place, and returns it. Blocks until the exchange has ended.
 
     Args:
-        flat: the gradient, dense (rows * width,) or, if the strategy's units are rows, coalesced COO (rows, width).
-            Both layouts send the same messages, so ranks may use different ones.
+        flat: the gradient, as a dense tensor (rows * width,). If the strategy's units are rows, it may also be a
+            coalesced COO tensor (rows, width). Both layouts send the same messages, so ranks may use different layouts.
         kind: how the gradient is exchanged.
         channel: sends the messages.
         cluster: the links, from which the block size follows.
@@ -94,13 +94,13 @@ Exchange = Callable[[Tensor, str, Channel], object]
 def create_exchanges(
     plan: Plan, parameter: Callable[[str], Tensor], communicator: Communicator, *, at_once: bool
 ) -> dict[int, Callable[[Tensor, str], InFlight]]:
-    """Returns, by index of the bucket, a function that starts the bucket's exchange, for each bucket that is not
-    AllReduced. Collective.
+    """Creates the exchanges of all buckets that are not AllReduced. Returns a map from the index of each bucket to the
+    function that starts its exchange. Collective.
 
     Args:
         plan: the plan, which has the buckets and strategies.
         parameter: function that returns a parameter by its name.
-        at_once: whether the functions run the exchange to its end, without a thread.
+        at_once: whether each function runs its exchange to the end, instead of starting it on a thread.
     """
     rounding, found = communicator.rounding, dict[int, Exchange]()
     for k, (name, *_) in enumerate(plan.buckets):
@@ -117,7 +117,7 @@ def create_exchanges(
 
 
 def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -> Exchange | None:
-    """Returns a function that exchanges a bucket's gradient, or None if it is AllReduced.
+    """Returns a function that exchanges the gradient of a bucket, or None if the bucket is AllReduced.
 
     Args:
         name: the name of the bucket's first parameter.
@@ -134,16 +134,21 @@ def _create_exchange(plan: Plan, name: str, first: Tensor, rounding: Rounding) -
 
 
 def exchange_blocking(exchange: Exchange, channel: Channel, flat: Tensor, name: str) -> InFlight:
-    """Runs the exchange of a packed gradient (`flat`) over a channel to its end. Returns its result as a launch that
-    has already ended. `name` is the name of the launch.
+    """Runs the exchange of a packed gradient to its end. Returns the result as a launch that has already ended.
+
+    Args:
+        exchange: function that runs the exchange.
+        channel: sends the messages.
+        flat: the packed gradient.
+        name: the name of the launch.
     """
     sent = _run_and_count(exchange, flat, name, channel)
     return InFlight(flat, None, lambda: sent)
 
 
 def _run_and_count(exchange: Exchange, flat: Tensor, name: str, channel: Channel) -> int:
-    """Runs the exchange of a packed gradient (`flat`) over a channel to its end. Returns the bytes that this rank has
-    sent.
+    """Runs the exchange of a packed gradient to its end. Returns the number of bytes that this rank has sent. The
+    arguments are those of `exchange_blocking`.
     """
     before = channel.sent_bytes
     with torch.no_grad():
@@ -162,8 +167,12 @@ class ExchangeThread:
         self._worker, self._channel = Worker("exchanges"), Channel(group)
 
     def start(self, exchange: Exchange, flat: Tensor, name: str) -> InFlight:
-        """Starts the exchange of a packed gradient (`flat`) in the background. Returns it as a launch in flight, called
-        `name`.
+        """Starts the exchange of a packed gradient on the thread. Returns a launch in flight.
+
+        Args:
+            exchange: function that runs the exchange.
+            flat: the packed gradient.
+            name: the name of the launch.
         """
         sent = self._worker.submit(partial(_run_and_count, exchange, flat, name, self._channel))
         return InFlight(flat, FutureWork(sent), sent.wait)

@@ -45,20 +45,20 @@ from embrace_fx.runtime.ranks.communicator import InFlight
 
 
 def nonzero_blocks(dense: Tensor, cluster: Cluster) -> RowSet:
-    """Returns the non-zero blocks of a dense gradient (rows, width), with the block size that is fastest on the links
-    of the cluster.
+    """Returns the non-zero blocks of a dense gradient (rows, width). Chooses the block size that is fastest on the
+    links of the cluster.
     """
     return cut_blocks(dense, fastest_block_size(max(1, dense.shape[1]), dense.itemsize, cluster))
 
 
 def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list[RowSet]]:
     """Averages sparse gradients over ranks by streaming aggregation of non-zero blocks. Returns the mean as one set of
-    blocks for each round, whose ids do not ascend.
+    blocks for each round. The ids of a set are not sorted.
 
     Args:
         blocks: this rank's non-zero blocks.
         channel: sends the messages.
-        cluster: the links, from which the number of concurrent sequences of blocks follows.
+        cluster: the links, which determine how many sequences of blocks are aggregated concurrently.
     """
     shape = blocks.num_rows, blocks.width, blocks.rows.itemsize
     streaming = choose_streaming(*shape, channel.world_size, cluster)
@@ -95,7 +95,7 @@ def mean_parts(blocks: RowSet, channel: Channel, cluster: Cluster) -> Steps[list
 
 
 class _BlockLanes:
-    """Assigns blocks of a tensor to lanes: sequences of blocks that are aggregated one after another.
+    """Assigns blocks of a tensor to lanes. A lane is a sequence of blocks that are aggregated one after another.
 
     Each of N aggregators has a range of the blocks and L lanes. Lane l of an aggregator has every L-th block of its
     range, beginning with the l-th. Blocks are sent with their *place* in the lane, which needs fewer bytes than their
@@ -111,24 +111,30 @@ class _BlockLanes:
         self._lane = torch.arange(lanes, device=device)
 
     def encode(self, blocks: Tensor, starts: Tensor) -> Tensor:
-        """Encodes block indices (R, L) as places in their lanes (sequences of blocks), in bytes, flat. The index
-        `num_blocks` means no block.
+        """Encodes block indices as places in their lanes (sequences of blocks). Returns the places as a flat tensor of
+        bytes.
 
         Args:
+            blocks: (R, L), the index of a block in each lane, or `num_blocks` for no block.
             starts: (R, 1), the index of the first block of each aggregator's range.
         """
         places = (blocks - starts) // self.lanes
         return torch.where(blocks < self.num_blocks, places, self._none).to(self._dtype).view(-1).view(torch.uint8)
 
     def decode(self, places: Tensor, starts: Tensor) -> Tensor:
-        """Returns the block indices (R, L) that `encode` has encoded as `places`. `starts` is as for `encode`."""
+        """Decodes the block indices (R, L) that `encode` has encoded.
+
+        Args:
+            places: the result of `encode`.
+            starts: (R, 1), as for `encode`.
+        """
         of_lanes = places.view(self._dtype).view(-1, self.lanes).long()
         return torch.where(of_lanes < self._none, starts + of_lanes * self.lanes + self._lane, self.num_blocks)
 
 
 class _BlockQueues:
-    """This rank's non-zero blocks as N x L queues in ascending order: one for each of the L lanes (sequences of blocks)
-    of each of the N ranks that aggregate them.
+    """This rank's non-zero blocks, in queues in ascending order. There is one queue for each of the L lanes (sequences
+    of blocks) of each of the N ranks that aggregate blocks.
     """
 
     def __init__(self, blocks: RowSet, ranges: _BlockLanes) -> None:
@@ -145,15 +151,15 @@ class _BlockQueues:
         self._head = self._end - lengths
 
     def heads(self) -> Tensor:
-        """Returns the index (N, L) of the first block of each queue, or `num_rows` for an empty queue."""
+        """Returns the index of the first block of each queue (N, L), or `num_rows` for an empty queue."""
         return torch.where(self._head < self._end, self._ids[self._head], self._blocks.num_rows)
 
     def take(self, stream: slice, mine: Tensor) -> Tensor:
-        """Removes the first block of each queue that the mask `mine` (N, slots) selects. Returns the values of these
-        blocks.
+        """Removes the first block of each queue that a mask selects. Returns the values of these blocks.
 
         Args:
             stream: the group of lanes (sequences of blocks), one for each column of `mine`.
+            mine: the mask (N, lanes in the stream).
         """
         heads = self._head[:, stream]
         taken = self._blocks.rows.index_select(0, self._order[heads[mine]])
@@ -162,13 +168,15 @@ class _BlockQueues:
 
 
 class _Aggregation:
-    """The state of streaming aggregation on one rank, which sends its blocks to aggregators and is itself one of them.
+    """The state of streaming aggregation on one rank. The rank sends its blocks to aggregators, and is itself one of
+    them.
 
     Args:
         blocks: this rank's non-zero blocks.
         channel: sends the messages.
-        queues: the blocks as queues, one for each lane (sequence of blocks) of each aggregator.
-        upcoming_of_ranks: (N, L), the index of every rank's next block in the L lanes that this rank aggregates.
+        queues: the blocks in queues, one for each lane (sequence of blocks) of each aggregator.
+        upcoming_of_ranks: (N, L), the index of every rank's next block in each of the L lanes that this rank
+            aggregates.
         current: (N, L), the index of the current block of every lane of every aggregator; equal on all ranks.
     """
 
@@ -190,7 +198,9 @@ class _Aggregation:
         return bool((self._current[:, stream] < self._end).any())
 
     def push(self, stream: slice) -> InFlight:
-        """Sends this rank's current blocks of a stream to their aggregators, each with the index of its next block."""
+        """Sends this rank's current blocks of a stream (a group of lanes) to their aggregators. Each block is sent with
+        the index of the rank's next block in the same lane.
+        """
         current = self._current[:, stream]
         mine = (self._queues.heads()[:, stream] == current) & (current < self._end)
         blocks = self._queues.take(stream, mine)
@@ -198,20 +208,28 @@ class _Aggregation:
         return self._channel.all_to_all(records.view(-1), self._sizes(mine), self._sizes(self._senders(stream)))
 
     def _senders(self, stream: slice) -> Tensor:
-        """Returns a mask (N, slots) of the ranks that have the current block of each lane (sequence of blocks) of a
-        stream (group of lanes), for the lanes that this rank aggregates.
+        """Returns a mask (N, lanes in the stream) that tells which ranks have the current block of each lane (sequence
+        of blocks) of a stream. Covers the lanes that this rank aggregates.
         """
         current = self._current[self._channel.rank, stream]
         return (self._upcoming_of_ranks[:, stream] == current) & (current < self._end)
 
     def _sizes(self, selected: Tensor) -> list[int]:
-        """Returns the bytes of the messages for the selected blocks, for each row of the mask `selected` (N, slots)."""
+        """Returns the size in bytes of the message to or from each rank.
+
+        Args:
+            selected: a mask (N, lanes in a stream) of the blocks in the messages.
+        """
         sizes: list[int] = (selected.sum(dim=1) * self._record_bytes).tolist()
         return sizes
 
     def reply(self, stream: slice, received: Tensor) -> InFlight:
-        """Sends the means of this aggregator's lanes (sequences of blocks) in a stream to all ranks, each with the
-        lane's next block. `received` are the records that the ranks have pushed.
+        """Sends to all ranks the means of the current blocks in the lanes (sequences of blocks) that this rank
+        aggregates in a stream. Each mean is sent with the index of the lane's next block.
+
+        Args:
+            stream: a group of lanes.
+            received: the records that the ranks have pushed.
         """
         senders = self._senders(stream)
         upcoming, blocks = decode_records(received, self._end, self._width, self._dtype)
@@ -225,8 +243,10 @@ class _Aggregation:
         return self._channel.all_gather(records.view(-1), self._sizes(active))
 
     def accept(self, stream: slice, replies: Tensor) -> None:
-        """Stores the mean blocks in `replies`, received from all aggregators, and advances each lane of the stream to
-        its next block.
+        """Stores the means that all aggregators have sent, and advances each lane of the stream to its next block.
+
+        Args:
+            replies: the records received from the aggregators.
         """
         current = self._current[:, stream]
         active = current < self._end

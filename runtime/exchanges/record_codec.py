@@ -19,7 +19,7 @@ def index_dtype(limit: int) -> torch.dtype:
 
 
 def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
-    """Encodes rows and their indices as records, (K, record bytes) uint8.
+    """Encodes rows and their indices as records, and returns them as a tensor (K, bytes per record) of dtype uint8.
 
     Args:
         indices: (K,) int64, from 0 to `limit`.
@@ -31,14 +31,19 @@ def encode_records(indices: Tensor, rows: Tensor, limit: int) -> Tensor:
 
 
 def row_bytes(rows: Tensor) -> Tensor:
-    """Returns rows (K, d) of any dtype viewed as bytes (K, bytes) uint8."""
+    """Views rows (K, d) of any dtype as bytes. Returns a tensor (K, bytes per row) of dtype uint8."""
     # Set the strides, because a dimension of size one or zero may have any stride, and a view as bytes rejects that.
     return rows.contiguous().as_strided(rows.shape, (rows.shape[1], 1)).view(torch.uint8)
 
 
 def decode_records(flat: Tensor, limit: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Decodes the records in `flat`, bytes, to indices (K,) int64 and rows (K, width). The rows view the records if
-    possible. `limit` is as for `encode_records`.
+    """Decodes records to indices (K,) of dtype int64 and rows (K, width). The rows are a view of `flat` if possible.
+
+    Args:
+        flat: the records, as a flat tensor of bytes.
+        limit: the upper bound of the indices that was passed to `encode_records`.
+        width: the number of elements in a row.
+        dtype: the dtype of the rows.
     """
     index = index_dtype(limit)
     size = record_bytes(limit, width, dtype.itemsize)

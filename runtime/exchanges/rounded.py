@@ -21,7 +21,7 @@ from embrace_fx.runtime.ranks.wire_rounding import Rounding
 
 
 def sum_rounded_(flat: Tensor, name: str, channel: Channel, rounding: Rounding) -> Steps[Tensor]:
-    """Sums a gradient over ranks, in place, with rounded messages. Returns the gradient.
+    """Sums a gradient over ranks, in place, and rounds the messages that ranks send. Returns the gradient.
 
     Args:
         flat: the gradient.

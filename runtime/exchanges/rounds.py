@@ -16,12 +16,12 @@ Records = tuple[Tensor, Tensor, list[int]]
 
 
 def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records]:
-    """Sends `counts[r]` consecutive units (rows or blocks) to each rank r over a channel. Returns the ids and values of
-    the units received, in rank order, and their number by rank.
+    """Sends each rank a part of this rank's units (rows or blocks) over a channel. Returns the ids and values of the
+    units received, in rank order, and the number of units received from each rank.
 
     Args:
-        units: the units, sorted by the rank that gets them.
-        counts: (N,) int64, how many units each rank gets.
+        units: the units, sorted by the rank to which they are sent.
+        counts: (N,) int64, the number of units for each rank.
     """
     announced = yield channel.all_to_all_equal(counts)
     own: list[int] = counts.tolist()
@@ -32,12 +32,12 @@ def push_units(units: RowSet, counts: Tensor, channel: Channel) -> Steps[Records
 def send_units(
     units: RowSet, send_counts: Sequence[int], receive_counts: list[int], channel: Channel
 ) -> Steps[Records]:
-    """Sends units (rows or blocks) to all ranks over a channel, and returns those received, like `push_units`. The
-    numbers of units are already known to sender and receiver.
+    """Does the same as `push_units`, if each rank already knows how many units it receives from every other rank.
 
     Args:
-        units: the units, sorted by the rank that gets them.
-        send_counts, receive_counts: the numbers of units for each rank, and from each rank.
+        units: the units, sorted by the rank to which they are sent.
+        send_counts: the number of units to send to each rank.
+        receive_counts: the number of units to receive from each rank.
     """
     records = encode_records(units.ids, units.rows, units.num_rows)
     size = records.shape[1]
@@ -49,8 +49,8 @@ def send_units(
 
 
 def gather_units(units: RowSet, channel: Channel) -> Steps[Records]:
-    """Gathers the units (rows or blocks) of all ranks on every rank, over a channel. Returns their ids and values, in
-    rank order, and their number by rank.
+    """Gathers the units (rows or blocks) of all ranks on every rank, over a channel. Returns the units' ids and values,
+    in rank order, and the number of units of each rank.
     """
     count = torch.tensor([units.ids.numel()], device=units.ids.device)
     announced = yield channel.all_gather(count, [1] * channel.world_size)
