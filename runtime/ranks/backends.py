@@ -30,7 +30,9 @@ def supports_device(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def goes_through_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Returns whether a tensor must be copied to the host before it is sent, as a CUDA tensor over gloo."""
+    """Returns whether a tensor must be copied to the host before the group can send it. This is so for a CUDA tensor
+    over gloo.
+    """
     return tensor.is_cuda and "nccl" not in backend_name(group, tensor.device)
 
 
@@ -41,8 +43,8 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def setup_collectives(device: torch.device) -> Iterator[None]:
-    """Opens a context for collectives on a CUDA device outside of a training step. Synchronizes the device before and
-    after them, so that they do not run concurrently with collectives of other models.
+    """Opens a context for collectives on a CUDA device outside of a training step. Synchronizes the device on entry and
+    on exit, so that these collectives do not run concurrently with those of other models.
     """
     torch.cuda.synchronize(device)
     yield

@@ -19,13 +19,13 @@ _FORM = MessageFormat()
 
 
 class BackwardBarrier:
-    """The barrier at the start of one backward. Each rank announces that it begins the backward, and launches no
-    collective of it before all ranks have. Requires at least two ranks.
+    """The barrier at the start of one backward. Each rank announces that it begins the backward. It launches none of
+    the backward's collectives before all ranks have announced the same. Requires at least two ranks.
 
     Args:
         announcements: exchanges announcements between ranks.
-        call: the call of the model to which the backward belongs: 1 for the last call, 2 for the one before, .. A rank
-            that computes nothing passes 0, which matches any call.
+        call: the call of the model to which the backward belongs: 1 for the last call, 2 for the one before, and so on.
+            A rank that computes nothing passes 0, which matches any call.
 
     Attributes:
         future: completes when the announcements of all ranks have been exchanged.
@@ -39,8 +39,8 @@ class BackwardBarrier:
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
     def all_are_here(self) -> bool:
-        """Returns whether all ranks have announced the same backward. Can be called once the announcements have been
-        exchanged, from any thread.
+        """Returns whether all ranks have announced the same backward. May be called from any thread, but only after the
+        announcements have been exchanged.
         """
         if self._here is None:
             rows = self._everyone.tolist()
@@ -52,7 +52,9 @@ class BackwardBarrier:
         return self._here
 
     def wait(self) -> None:
-        """Waits until every rank has announced something: this backward, another one, or the next call of the model."""
+        """Waits until every rank has made an announcement, which may be of this backward, of another one, or of the
+        next call of the model.
+        """
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -60,7 +62,7 @@ class BackwardBarrier:
             raise
 
     def check(self) -> None:
-        """Checks that all ranks have announced the same backward. Called once the announcements have been exchanged.
+        """Checks that all ranks have announced the same backward. The announcements must have been exchanged.
 
         Raises:
             PeerFailure: a rank has announced something else. Raised on every rank that has announced a backward.
@@ -78,11 +80,10 @@ class BackwardBarrier:
 
 
 def _describe_call(call: int) -> str:
-    """Returns words for an error message that say which call is meant: "the last call", "the call 2 before the last
-    one".
+    """Describes a call of the model in an error message, such as "the last call" or "the call 2 before the last one".
 
     Args:
-        call: 1 for the last call of the model, 2 for the one before, ..
+        call: 1 for the last call of the model, 2 for the one before, and so on.
     """
     return "the last call" if call == 1 else f"the call {call - 1} before the last one"
 

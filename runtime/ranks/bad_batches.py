@@ -11,20 +11,20 @@ from embrace_fx.vocabulary.joined_table import JoinedTable
 
 
 def unreadable_batch(error: Exception) -> str:
-    """Returns the error text for a batch whose ids this rank could not compute."""
+    """Returns the text of the error for a batch whose ids this rank could not compute."""
     return f"the batch's ids cannot be computed: {type(error).__name__}: {error}. Check the batch"
 
 
 def describe_bad_id(
     ids: Sequence[Tensor], tables: Sequence[str], num_rows: Sequence[int], spaces: Mapping[str, JoinedTable] = {}
 ) -> str | None:
-    """Returns an error text for the first id that is not a row of its table, or None if all ids are valid.
+    """Returns an error text for the first id that is not a row of its table. Returns None if all ids are valid.
 
     Args:
         ids: for each table, the ids to look up.
         tables: the names of the tables.
         num_rows: for each table, its number of rows.
-        spaces: name -> description of those tables that were joined from several tables of the model.
+        spaces: name of a joined table (several tables of the model stored as one) -> its description.
     """
     for found, table, rows in zip(find_bad_ids(ids, num_rows), tables, num_rows, strict=True):
         if found is not None:

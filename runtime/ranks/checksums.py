@@ -18,8 +18,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns a 64-bit checksum of a tensor's values, as an int64 scalar tensor on its device: the sum, modulo 2^64, of
-    its memory read as integers of eight bytes. A change of any single bit changes it.
+    """Returns a 64-bit checksum of a tensor's values, as an int64 scalar tensor on its device. The checksum is the sum,
+    modulo 2^64, of the tensor's memory read as 8-byte integers. A change of any single bit changes it.
 
     It depends only on the values and their order, not on strides.
     """
@@ -41,7 +41,10 @@ def checksum_of_text(text: str) -> int:
 
 
 def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communicator) -> None:
-    """Compares the checksums of values that should be equal on all ranks, given as (name, value). Collective.
+    """Compares the checksums of values that should be equal on all ranks. Collective.
+
+    Args:
+        values: pairs of (name, value).
 
     Raises:
         DivergedReplicas: values differ. Raised on every rank.
@@ -60,11 +63,11 @@ def compare_checksums(values: Iterable[tuple[str, Any]], communicator: Communica
 
 
 def describe_divergence(by_rank: Sequence[Mapping[str, int]]) -> str:
-    """Returns a sentence that says which values differ on which ranks, or "" if all are equal. Values are compared with
-    those of most ranks, or of the lowest rank if there is no majority.
+    """Returns a sentence that says which values differ on which ranks, or "" if all are equal. Compares each rank's
+    value with that of the majority of ranks, or with that of the lowest rank if there is no majority.
 
     Args:
-        by_rank: for each rank, name of a value -> checksum.
+        by_rank: for each rank, a map from the name of a value to its checksum.
 
     >>> describe_divergence([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     "Replicas differ: b on rank 1 differs from rank 0's"

@@ -37,8 +37,8 @@ class InFlight:
     Attributes:
         value: the tensor that has the result once the collective has ended.
         work: torch's handle to wait for, or None if there is nothing to wait for.
-        measured: function that returns the bytes that this rank has sent, once the collective has ended; None if known
-            before.
+        measured: function that returns how many bytes this rank has sent, once the collective has ended. None if the
+            number was known before.
         reads: input tensors that must stay alive until the collective has ended.
     """
 
@@ -51,17 +51,17 @@ class InFlight:
 def widen_result(
     launched: InFlight, into: Tensor, sent_bytes: int, write: Callable[[Tensor, Tensor], Tensor] = Tensor.copy_
 ) -> InFlight:
-    """Returns a launch that ends when `launched`, whose result has a narrower dtype than `into`, has ended and the
-    result has been written to the tensor `into`.
+    """Wraps a launch whose result has a narrower dtype than the tensor `into`. The returned launch ends once the result
+    has been written to `into`.
 
     Args:
-        sent_bytes: the bytes that this rank sends.
+        sent_bytes: the number of bytes that this rank sends.
         write: function of (`into`, narrow result) that writes the result.
     """
     narrow, work = launched.value, None
 
     def write_wide(future: torch.futures.Future[Any]) -> Tensor:
-        """Writes the received narrow values into the wide tensor once the launch's future has completed."""
+        """Writes the received narrow values to the wide tensor once the launch's future has completed."""
         future.wait()
         return write(into, narrow)
 
@@ -91,8 +91,8 @@ Counts = Sequence[Sequence[int]]
 
 
 def counts_as_lists(counts: Tensor) -> Counts:
-    """Converts the numbers of rows that ranks read, (N,) or (N, grid_rows), to a list of lists: one list for each rank,
-    with one number for each row of the table's grid of ranks.
+    """Converts numbers of rows, (N,) or (N, grid_rows), to a list of lists. For each of N ranks, it has one list: how
+    many rows the rank reads from each row of the table's grid of ranks.
     """
     found: list[list[int]] = counts.view(counts.shape[0], -1).tolist()
     return found
@@ -104,13 +104,13 @@ class Communicator(Groups):
     Without torch.distributed, or in a group of one rank, `Communicator(...)` creates a `SingleProcess`.
 
     Attributes:
-        gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user; None for the
-            dtype of the gradients.
+        gradient_dtype: the dtype in which gradients are sent, set by a communication hook of the user. None to send
+            them in their own dtype.
         rounding: rounds table rows and their gradients before they are sent.
         comm_hook: the user's hook that reduces buckets of gradients instead of an AllReduce, or None.
-        in_turn: returns a context for a collective of the calling thread, which puts it in one order with the
-            launcher's, so that ranks do not deadlock. None without a launcher, or if the launcher runs on the host.
-        collective_ops: how many of those ops on sharded tables that every rank must run have run on this rank.
+        in_turn: returns a context in which the calling thread may launch a collective, in an order that all ranks
+            share. None without a launcher, or if the launcher runs on the host.
+        collective_ops: how many ops on sharded tables this rank has run. Every rank must run the same number.
     """
 
     gradient_dtype: torch.dtype | None = None
@@ -276,9 +276,9 @@ class Communicator(Groups):
         return self._send_pieces(columns.view(-1), of_readers, of_owners, self.rounding.encode_rows, group)
 
     def _piece_shapes(self, counts: Counts, embedding_dim: int) -> tuple[Pieces, Pieces]:
-        """Returns (shapes of the row gradients that this rank sends to each rank, shapes of those that it receives from
-        each rank), as (rows, columns). Looked-up rows are sent in the opposite direction. The arguments are those of
-        `send_rows`.
+        """Returns two lists of shapes (rows, columns): of the row gradients that this rank sends to each rank, and of
+        those that it receives from each rank. Looked-up rows are sent in the opposite direction. The arguments are
+        those of `send_rows`.
         """
         grid_columns = self.world_size // len(counts[0])
         row, column = divmod(self.rank, grid_columns)
@@ -322,7 +322,7 @@ class Communicator(Groups):
             leave, come: the shapes (rows, columns) of what this rank sends to each rank, and receives from each rank.
             encode: rounds values to the format in which they are sent.
             group: the communication class, such as "embedding".
-            narrows: whether to send values that are not rounded in `gradient_dtype`.
+            narrows: whether to cast values that are not rounded to `gradient_dtype` before they are sent.
         """
         if self.rounding.form != "exact" and group in LANE_GROUPS and self.rounding.rounds(sent):
             form, wire = self.rounding.form, encode(sent, leave)
@@ -391,13 +391,14 @@ class Communicator(Groups):
         return gradient if dtype is None or dtype.itemsize >= gradient.dtype.itemsize else gradient.to(dtype)
 
     def _launch(self, collective: Callable[..., Any], group: str, written: Tensor, *read: Tensor) -> InFlight:
-        """Launches a collective. If gloo sends CUDA tensors, it copies them to the host and has ended on return.
+        """Launches a collective. To send CUDA tensors over gloo, copies them to the host and waits until the collective
+        has ended.
 
         Args:
             collective: function of (process group, backend, `written`, *`read`) that launches the collective, and
                 returns torch's handle to wait for.
             group: the communication class.
-            written, read: the tensors that the collective writes, and that it only reads.
+            written, read: the tensor that the collective writes, and the tensors that it only reads.
         """
         carrier, backend = self._sending_group(group, written)
         if not written.is_cuda or "nccl" in backend:
@@ -414,8 +415,8 @@ class Communicator(Groups):
         return InFlight(written, None)
 
     def _launch_in_order(self, tensor: Tensor, backend: str) -> AbstractContextManager[None] | None:
-        """Returns a context in which a collective of the calling thread is ordered with those of the launcher. Returns
-        None if the collective runs on the host and needs no such order.
+        """Returns a context in which the calling thread may launch a collective in a fixed order with those of the
+        launcher. Returns None if the collective runs on the host and needs no such order.
 
         Args:
             tensor: the tensor to send.
@@ -429,7 +430,9 @@ class Communicator(Groups):
         return self.in_turn()
 
     def wait(self, launch: InFlight, what: str = "") -> Tensor:
-        """Waits for a launch, and returns its result. If the launch fails, the error names failed ranks and `what`."""
+        """Waits for a launch, and returns its result. If the launch fails, the error names `what` and the failed
+        ranks.
+        """
         if launch.work is not None:
             try:
                 launch.work.wait()
@@ -452,7 +455,7 @@ class SingleProcess(Communicator):
     """The communicator of a process without other ranks. Its collectives return this process's data at once."""
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Makes this communicator that of `group`, before anything has been launched. Collective."""
+        """Turns this object into the communicator of `group`, before anything has been launched. Collective."""
         if dist.get_world_size(group) == 1:
             self.group = group
             return
@@ -460,38 +463,38 @@ class SingleProcess(Communicator):
         self.join(group)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Leaves the tensors unchanged: there is no other rank."""
+        """Leaves the tensors unchanged, because there is no other rank."""
         self.check_open()
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Returns the tensor unchanged: it is the sum over one rank."""
+        """Returns the tensor unchanged, because there is no other rank."""
         self.check_open()
         return value
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Returns a list of this rank's value."""
+        """Returns a list with this rank's value only."""
         self.check_open()
         return [value]
 
     def gather_equal(self, own: Tensor, group: str) -> InFlight:
-        """Returns a completed launch, with the elements `own` (n,) as its result (1, n)."""
+        """Returns a completed launch. Its result (1, n) has the elements `own` (n,)."""
         return InFlight(own.view(1, -1), None)
 
     def gather_unequal(self, own: Tensor, sizes: list[int], group: str) -> InFlight:
-        """Returns a completed launch, with `own` as its result."""
+        """Returns a completed launch. Its result is `own`."""
         return InFlight(own, None)
 
     def send_rows(self, columns: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns a completed launch, with `columns`, flattened, as its result."""
+        """Returns a completed launch. Its result is `columns`, flattened."""
         return InFlight(columns.view(-1), None)
 
     def send_gradients(self, flat: Tensor, counts: Counts, embedding_dim: int, group: str) -> InFlight:
-        """Returns a completed launch, with `flat` as its result."""
+        """Returns a completed launch. Its result is `flat`."""
         return InFlight(flat, None)
 
     def all_reduce_(self, flat: Tensor, reduce_op: str, group: str) -> InFlight:
-        """Returns a completed launch, with `flat` as its result: it is the sum over one rank."""
+        """Returns a completed launch. Its result is `flat`, because there is no other rank."""
         return InFlight(flat, None)
 
     def connect(self, device: torch.device) -> None:
-        """Does nothing: there is no process group to connect."""
+        """Does nothing, because there is no process group to connect."""

@@ -24,8 +24,8 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def check_mesh(mesh: DeviceMesh | None) -> None:
-    """Raises `ValueError` for a mesh of several dimensions. The text is DDP's, because some training loops compare
-    it.
+    """Raises `ValueError` if a mesh has several dimensions. The text of the error is DDP's, because some training loops
+    compare it.
     """
     if mesh is not None and mesh.ndim != 1:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | None) -> None:
-    """Raises if the first call would not train with all ranks of the job.
+    """Checks that the first call of a model trains with all ranks of the job.
 
     Args:
         now: the default process group at the first call.
@@ -59,7 +59,7 @@ def check_group(now: dist.ProcessGroup | None, compiled_in: dist.ProcessGroup | 
 
 
 def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
-    """Raises if a model cannot be called.
+    """Checks that a model can be called.
 
     Args:
         group: the process group of the ranks that train together.
@@ -78,7 +78,9 @@ def check_call(group: dist.ProcessGroup | None, *, begun: bool) -> None:
 
 
 def _refuse_distributed_autograd() -> None:
-    """Raises `RuntimeError` inside a distributed autograd context, whose backward would not find the gradients."""
+    """Raises `RuntimeError` inside a distributed autograd context, because its backward would not find the
+    gradients.
+    """
     rpc = sys.modules.get("torch.distributed.rpc")
     if rpc is None or not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
         return

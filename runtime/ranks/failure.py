@@ -67,7 +67,7 @@ class PeerFailure(RuntimeError):
 
 
 class PlanDoesNotFit(Exception):
-    """Raised on every rank, instead of running a step, if a rank's batch does not fit the plan for which the model is
+    """Raised on every rank, instead of running a step, if a rank's batch does not fit the plan for which the model was
     compiled. The caller then changes the plan.
     """
 
@@ -87,7 +87,9 @@ class DeadRank(RuntimeError):
 
 
 class StuckRank(RuntimeError):
-    """Raised if a collective failed although the processes of all ranks exist: some rank did not reach it in time."""
+    """Raised if a collective failed because some rank did not reach it in time, although the processes of all ranks
+    exist.
+    """
 
 
 TOLD = "All ranks raise this error. Nothing of this step was applied on any rank."
@@ -95,24 +97,27 @@ TOLD = "All ranks raise this error. Nothing of this step was applied on any rank
 
 
 def is_known_to_all_ranks(error: BaseException) -> bool:
-    """Returns whether no rank needs to be informed of an error: all raise it, or cannot be reached any more."""
+    """Returns whether no rank needs to be informed of an error, because all ranks raise it or cannot be reached any
+    more.
+    """
     return isinstance(error, PeerFailure | DeadRank | StuckRank | DivergedReplicas)
 
 
 def failure_text(failure: Exception) -> str:
-    """Returns an exception as text for other ranks. `RuntimeError`s, such as those of this package, get no type
-    name.
+    """Returns the text of an exception, to be sent to other ranks. It begins with the type of the exception, except for
+    `RuntimeError`s, such as those of this package.
     """
     return str(failure) if isinstance(failure, RuntimeError) else f"{type(failure).__name__}: {failure}"
 
 
 class LaunchLog:
-    """Counts this rank's launched collectives and its steps, so that its progress can be compared with other ranks'.
+    """Counts this rank's launched collectives and its steps, so that its progress can be compared with that of other
+    ranks.
 
     Attributes:
         step: the number of announcements so far, equal on all ranks. Ranks exchange an announcement before each step,
-            and a few more, which `preparations` counts.
-        preparations: the number of announcements without a step, such as those of the first call and of a new plan.
+            and sometimes without a step.
+        preparations: the number of announcements without a step, such as in the first call or for a new plan.
         optimizer_steps: the number of optimizer steps that changed parameters, since a checkpoint was loaded.
         launches: the number of launched collectives so far.
     """
@@ -126,7 +131,7 @@ class LaunchLog:
 
     @property
     def launched(self) -> dict[str, int]:
-        """Maps the name of each launch to the value of `step` when it was last made."""
+        """Maps the name of each launch to the value of `step` at the time when it was last made."""
         return {str(name): step for name, step in dict(self._last).items()}
 
     def begin_step(self) -> None:
@@ -143,11 +148,12 @@ class LaunchLog:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a living rank reports about itself: its progress, and the line of code that its main thread is in.
+    """What a living rank reports about itself: its progress, and the line of code that its main thread is executing.
 
     Attributes:
-        launched: name of each launch -> the last step in which it was made.
+        launched: name of each launch -> the value of `LaunchLog.step` at the time when it was last made.
         launches: the number of launches so far.
+        preparations: the number of announcements without a step.
         place: the line, as "file:line".
     """
 
@@ -164,8 +170,8 @@ class RankStatus:
 
 
 def place_of_main_thread() -> str:
-    """Returns the line that the main thread is executing in the user's code, such as "loader.py:88". Outside of user
-    code, returns the line in a library.
+    """Returns the line of the user's code that the main thread is executing, such as "loader.py:88". If it executes no
+    code of the user, returns the line in a library.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = list(traceback.walk_stack(frame))
@@ -179,9 +185,9 @@ def place_of_main_thread() -> str:
 class LivenessCheck:
     """Finds out which ranks are dead after a collective has failed.
 
-    The first rank whose collective failed starts the check in the store. A thread on every rank then writes a status,
-    even while the main thread is blocked in a collective. A rank without a status after a few seconds is dead. The rank
-    that writes the result waits until the others have read it, because its process may run the store.
+    The first rank whose collective failed starts the check in the store. A thread on every rank then writes a status to
+    the store, even while the main thread is blocked in a collective. A rank without a status after a few seconds is
+    dead. The rank that writes the result waits until the others have read it, because its process may run the store.
 
     Args:
         store: the process group's store. The check opens its own connection, in its own thread.
@@ -206,16 +212,14 @@ class LivenessCheck:
         self._listener.start()
 
     def close(self) -> None:
-        """Ends the thread, because a thread that reads the store while the interpreter exits would abort the
-        process.
-        """
+        """Ends the thread. A thread that reads the store while the interpreter exits would abort the process."""
         self._closed = True
         self._wake.set()
         if self._listener is not threading.current_thread():
             self._listener.join(_FAREWELL_S)
 
     def missing(self) -> list[int]:
-        """Runs a check, or takes part in one, and returns the ranks that do not respond."""
+        """Starts a check, or takes part in one that another rank has started. Returns the ranks that do not respond."""
         if threading.current_thread() is self._listener:  # the liveness thread cannot wait for its own check
             return []
         self._wake.set()
@@ -235,7 +239,9 @@ class LivenessCheck:
         self._decided.set()
 
     def _run_check(self) -> list[int]:
-        """Starts or joins a check: reports this rank's status, and returns the ranks that report none in time."""
+        """Starts or joins a check. Reports this rank's status, and returns the ranks that do not report their status in
+        time.
+        """
         self._store.set(self._called, "1")
         progress = self._progress
         own = RankStatus(progress.launched, progress.launches, progress.preparations, place_of_main_thread())
@@ -255,17 +261,17 @@ class LivenessCheck:
         return missing
 
     def _poll(self, condition: Callable[[], bool], patience_s: float) -> None:
-        """Calls `condition` repeatedly until it returns true, for at most `patience_s`."""
+        """Calls `condition` repeatedly until it returns True, but for at most `patience_s` seconds."""
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline and not condition():
             time.sleep(_POLL_S)
 
     def raise_named(self, error: RuntimeError, what: str) -> NoReturn:
-        """Raises `DeadRank` or `StuckRank`, caused by `error`, with a text that names the dead or stuck ranks. Runs a
-        check first.
+        """Runs a check, and raises `DeadRank` or `StuckRank` with a text that names the dead or stuck ranks.
 
         Args:
-            what: the name of the collective that failed.
+            error: the error of the collective that failed, which becomes the cause of the raised error.
+            what: the name of the collective.
         """
         if missing := self.missing():
             raise DeadRank(
@@ -278,8 +284,11 @@ class LivenessCheck:
         ) from error
 
     def _who_is_stuck(self, what: str) -> str:
-        """Returns a clause for an error message that says which ranks are behind this one, and which collective each
-        has not launched. `what` is the name of the collective that failed.
+        """Returns a clause for an error message. It says which ranks are behind this rank, and which collective each of
+        them has not launched.
+
+        Args:
+            what: the name of the collective that failed.
         """
         own, found = self._progress.launched, []
         for r, each in self._statuses.items():
@@ -297,12 +306,12 @@ class LivenessCheck:
 
 
 class NamesFailedRanks(contextlib.AbstractContextManager[None]):
-    """A context around a collective. If the collective raises a `RuntimeError`, the context raises an error that names
-    the dead or stuck ranks instead.
+    """A context for a collective. If the collective raises a `RuntimeError`, the context raises an error that names the
+    dead or stuck ranks instead.
 
     Args:
-        liveness: finds these ranks.
-        what: the name of the collective, as in `LaunchLog`.
+        liveness: finds the dead or stuck ranks.
+        what: the name under which `LaunchLog` records the collective.
     """
 
     def __init__(self, liveness: LivenessCheck, what: object = "") -> None:

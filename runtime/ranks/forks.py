@@ -29,7 +29,7 @@ FORKED = (
 
 
 class ForkAware(Protocol):
-    """The methods of a compiled model that are called at a fork."""
+    """The methods of a compiled model that are called when the process forks."""
 
     def before_fork(self) -> None:
         """Called before the process forks."""
@@ -49,14 +49,14 @@ def watch_forks(model: ForkAware) -> None:
 
 @cache
 def _register_callbacks() -> None:
-    """Registers the functions to call at a fork, once."""
+    """Registers the functions that Python calls at a fork. Only the first call does this."""
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
 
 
 @cache
 def _refused_child_memory() -> mmap.mmap:
-    """Returns memory that is shared with child processes and contains the process id of the last child that used a
-    model.
+    """Returns memory that is shared with child processes. It contains the process id of the last child that used a
+    model, which raises an error in the child.
     """
     return mmap.mmap(-1, _BYTES)
 
@@ -72,7 +72,7 @@ def fork_error() -> RuntimeError:
 
 @cache
 def _watch_children() -> None:
-    """Installs a handler for the end of child processes, unless the script ignores them."""
+    """Installs a signal handler for the end of child processes, unless the script ignores the signal."""
     _refused_child_memory()
     before = signal.getsignal(signal.SIGCHLD)
     if before is signal.SIG_DFL or callable(before):
@@ -80,10 +80,11 @@ def _watch_children() -> None:
 
 
 def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) -> None:
-    """Handles the end of a child process: raises the child's error if it failed because it used a model.
+    """Handles the end of a child process. If the child failed because it used a model, raises the child's error in the
+    parent.
 
     Args:
-        before: the signal handler that this one replaces, called first if it is a function.
+        before: the signal handler that this one replaces. Called first if it is a function.
         number, frame: the signal's number and the interrupted frame, as for any signal handler.
     """
     if callable(before):
@@ -95,10 +96,10 @@ def _on_child_exit(before: Callable[..., Any] | int, number: int, frame: Any) ->
 
 
 def _has_failed(child: int) -> bool:
-    """Returns whether a child process has exited with an error. Other code can still read its status afterwards."""
+    """Returns whether a child process has exited with an error. Its exit status stays available to other code."""
     try:
         found = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # its status has already been read, or it is not a direct child
+    except ChildProcessError:  # the status has already been read, or the process is not a direct child
         return False
     return found is not None and found.si_code == os.CLD_EXITED and found.si_status != 0
 

@@ -19,13 +19,15 @@ N-1 sequential messages, which is faster only if bandwidth dominates latency."""
 
 
 def gather_single(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
-    """Gathers `own` (n,) of every rank into `everyone`, like `dist.all_gather_single`, but faster for small tensors.
+    """Gathers the elements of every rank, like `dist.all_gather_single`, but faster for small tensors.
 
     Args:
-        everyone: (N n,), overwritten by the elements of all ranks, in rank order.
+        everyone: (N n,), overwritten by the elements of all N ranks, in rank order.
+        own: (n,), the elements of this rank.
+        async_op: whether to return without waiting.
 
     Returns:
-        The handle to wait for if `async_op`, otherwise None.
+        The handle to wait for if `async_op` is True, otherwise None.
     """
     ranks = everyone.numel() // max(own.numel(), 1)
     if ranks > 2 and own.nbytes <= AT_ONCE_BYTES and group is not None and backend_name(group, own.device) == "gloo":

@@ -31,7 +31,9 @@ _FIRST = 8
 
 
 class OtherGroup(ValueError, RuntimeError):
-    """Raised on two ranks that wait for each other in different process groups."""
+    """Raised on two ranks that would wait for each other forever, because they are in the first collectives of
+    different process groups.
+    """
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class _WaitRecord:
 
     Attributes:
         group: the group's name, equal on all of its ranks.
-        described: the group in words, for error messages.
+        described: a description of the group, for error messages.
         ranks: the global ranks of the group.
         arrival: how often this rank has waited in this group so far.
         token: a text that is unique for this wait.
@@ -96,10 +98,10 @@ class _DeadlockCheck:
 
     def run(self) -> None:
         """Waits until all ranks of the group have arrived at its first collective. Returns early if some are late or
-        the store fails, because the collective itself then fails.
+        the store fails, because the collective itself then raises an error.
 
         Raises:
-            OtherGroup: a rank of the group waits for this one in a different group.
+            OtherGroup: a rank of the group waits for this rank in a different group.
         """
         try:
             self._write_arrival()
@@ -151,8 +153,8 @@ class _DeadlockCheck:
                 raise OtherGroup(message)
 
     def _record_of(self, rank: int) -> _WaitRecord | None:
-        """Returns the record that a rank has written to the store, or None if the rank is not waiting in a group or is
-        this rank.
+        """Returns the record that another rank has written to the store. Returns None if that rank is not waiting in a
+        group, or if `rank` is this rank.
         """
         if rank == self._rank or not self._store.check([self._record_key(rank)]):
             return None
@@ -162,8 +164,8 @@ class _DeadlockCheck:
         return found
 
     def error_from_other_rank(self) -> str:
-        """Returns the error text that another rank has written for this wait, or "" if there is none or the store is
-        gone.
+        """Returns the error text that another rank has written for this wait. Returns "" if there is none, or if the
+        store no longer exists.
         """
         with contextlib.suppress(RuntimeError):
             if self._store.check([self._verdict_key(self._token)]):
@@ -172,7 +174,7 @@ class _DeadlockCheck:
         return ""
 
     def withdraw(self) -> None:
-        """Undoes this rank's arrival in the store, so that all ranks count the same number of arrivals at the next
+        """Removes this rank's arrival from the counts in the store, so that all ranks have equal counts at the next
         attempt.
         """
         with contextlib.suppress(RuntimeError):
@@ -185,17 +187,21 @@ class _DeadlockCheck:
             self._store.set(self._record_key(self._rank), "")
 
     def _arrivals_key(self, group: str, rank: int) -> str:
-        """Returns the key in the store for the number of a rank's arrivals in a group."""
+        """Returns the store's key for the number of times that a rank has arrived at a group."""
         return f"{self._prefix}/{group}/arrivals/{rank}"
 
     def _record_key(self, rank: int) -> str:
-        """Returns the key in the store for a rank's record."""
+        """Returns the store's key for a rank's record."""
         return f"{self._prefix}/waits/{rank}"
 
     def _verdict_key(self, token: str) -> str:
-        """Returns the store's key for the error that another rank writes for a wait. `token` identifies the wait."""
+        """Returns the store's key for the error that another rank writes for the wait that `token` identifies."""
         return f"{self._prefix}/reason/{token}"
 
     def _shared_key(self, what: str) -> str:
-        """Returns the store's key for a value, called `what`, that the ranks of this group share for this arrival."""
+        """Returns the store's key for a value that the ranks of this group share for their current arrival.
+
+        Args:
+            what: the name of the value.
+        """
         return f"{self._prefix}/{self._group}/{self._arrival}/{what}"

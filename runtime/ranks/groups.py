@@ -70,8 +70,8 @@ class Groups:
 
     Attributes:
         meshes: cached device meshes on which tables are sharded by rows and columns.
-        refuse: called with an error text before this rank raises, so that ranks that wait for this one learn the
-            reason.
+        refuse: called with an error text before this rank raises the error, so that ranks that wait for this rank learn
+            the reason.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -143,8 +143,8 @@ class Groups:
         self._end()
 
     def leave_fork(self) -> None:
-        """Closes this object in a forked child process, without destroying the groups, whose connections the parent
-        still uses.
+        """Closes this object in a forked child process. Does not destroy the process groups, because the parent process
+        still uses their connections.
         """
         self._closed, self._liveness, self.refuse = FORKED, None, lambda reason: None
         if isinstance(self._end, weakref.finalize):
@@ -167,8 +167,8 @@ class Groups:
             raise fork_error()
 
     def open_lanes(self, device: torch.device = CPU, lanes: Collection[Lane] = CLASS_LANES) -> None:
-        """Creates a process group for each class of communication that the launcher sends. The launcher starts
-        collectives in a planned order while the model computes. Collective; requires at least two ranks.
+        """Creates a process group for each class of communication whose collectives the launcher starts in a planned
+        order while the model computes. Collective; requires at least two ranks.
 
         With gloo, each class has its own group. With NCCL, urgent classes share one group and all others share another,
         because NCCL sets priorities per group.
@@ -192,8 +192,8 @@ class Groups:
                 self._connect(name, device)
 
     def channels(self, device: torch.device) -> Mapping[Lane, str]:
-        """Returns a map from each class of communication to the name of its channel. All ranks start the collectives of
-        a channel in the same order.
+        """Returns a map from each class of communication to the name of its channel. On one channel, all ranks start
+        collectives in the same order.
 
         Args:
             device: the device of the tensors to send.
@@ -201,45 +201,45 @@ class Groups:
         return _OF_NCCL if self.uses_nccl(device) else LANE_GROUP
 
     def connect(self, device: torch.device) -> None:
-        """Connects the ranks of the main process group before its first collective, if NCCL sends tensors of this
-        device. Later calls do nothing. Collective.
+        """Connects the ranks of the main process group before its first collective, if NCCL sends tensors on `device`.
+        Only the first call does this. Collective.
         """
         if not self._connected and self.uses_nccl(device):
             self._connected = True
             self._connect(CLASSES[0], device)
 
     def open_group(self, name: str, backend: str | None = None) -> dist.ProcessGroup:
-        """Returns the process group with this name, creating it if needed. Collective; requires at least two ranks.
+        """Returns the process group called `name`, and creates it if needed. Collective; requires at least two ranks.
 
         Args:
-            backend: the backend, or None for that of the main group.
+            backend: the backend, or None for the backend of the main group.
         """
         if name not in self._groups:
             self._groups[name] = self._new_group(name, backend)
         return self._groups[name]
 
     def join_group(self) -> dist.ProcessGroup:
-        """Returns the process group of torch's `Join`, which counts ranks without batches: the user's group if it
-        supports CPU tensors, otherwise a gloo group. Collective.
+        """Returns the process group that torch's `Join` uses to count ranks without batches. This is the user's group
+        if it supports CPU tensors, otherwise a gloo group. Collective.
         """
         assert self.group is not None
         return self.group if supports_device(self.group, CPU) else self.open_group("joins", "gloo")
 
     def process_group(self, name: str) -> dist.ProcessGroup | None:
-        """Returns the process group of the class of communication with this name, or None for a single process."""
+        """Returns the process group of the communication class `name`, or None for a single process."""
         return self._groups.get(name)
 
     def message_waiter(self, name: str) -> Worker | None:
-        """Returns the worker thread that waits for point-to-point messages of the class of communication with this
-        name. Returns None for a class that the launcher does not send.
+        """Returns the worker thread that waits for point-to-point messages of the communication class `name`. Returns
+        None if the launcher sends no collectives of this class.
         """
         if name in LANE_GROUPS and name not in self._waiters:
             self._waiters[name] = Worker("messages")
         return self._waiters.get(name)
 
     def _check_group_counts(self) -> None:
-        """Checks that all ranks belong to the same number of process groups, because torch names a new group by that
-        number. Collective.
+        """Checks that all ranks belong to the same number of process groups, because torch derives the name of a new
+        group from this number. Collective.
 
         Raises:
             ValueError: the numbers differ, and the ranks that train together are not all ranks of the job.
@@ -248,7 +248,7 @@ class Groups:
             return
         are_all = self.world_size == dist.get_world_size()
         if not are_all:
-            gc.collect()  # closes the groups of deleted models
+            gc.collect()  # this closes the groups of deleted models
         counts = self.gather(len(dist.distributed_c10d._world.pg_names), int)
         if len(set(counts)) > 1 and not are_all:
             raise ValueError(
@@ -259,12 +259,12 @@ class Groups:
             )
 
     def sub_group(self, name: str, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
-        """Creates a process group for each list of ranks, and returns the one that this rank is in. Collective.
+        """Creates a process group for each list of ranks, and returns the group that contains this rank. Collective.
 
         Args:
             name: the groups' name, for torch's logs.
             parts: disjoint lists of global ranks.
-            backend: the backend, or None for that of the main group.
+            backend: the backend, or None for the backend of the main group.
         """
         assert self.group is not None
         if self.world_size < dist.get_world_size():
@@ -280,13 +280,13 @@ class Groups:
     def _new_group(
         self, name: str, backend: str | None = None, urgent: bool = False, ranks: Sequence[int] | None = None
     ) -> Any:
-        """Creates a process group of all ranks that train together, or of `ranks` among them.
+        """Creates a process group of all ranks that train together, or of some of them.
 
         Args:
             name: the group's name, for torch's logs.
-            backend: the backend, or None for that of the main group.
+            backend: the backend, or None for the backend of the main group.
             urgent: whether NCCL's stream gets a high priority.
-            ranks: global ranks, or None for all that train together.
+            ranks: global ranks, or None for all ranks that train together.
 
         Returns:
             The group, or None if this rank is not in it.
@@ -316,8 +316,8 @@ class Groups:
         return created
 
     def _connect(self, name: str, device: torch.device) -> None:
-        """Makes NCCL connect a process group now, in the same order on all ranks, so that no step has to wait for
-        it.
+        """Makes NCCL connect the ranks of a process group now, so that no step has to wait for the connection. All
+        ranks connect groups in the same order.
         """
         group, own = self._groups[name], torch.zeros(self.world_size, device=device)
         with self.watching(), setup_collectives(device):
@@ -326,19 +326,20 @@ class Groups:
             all_gather_single(own.new_empty(own.numel() ** 2), own, group=group)
 
     def uses_nccl(self, device: torch.device) -> bool:
-        """Returns whether NCCL sends tensors of this device."""
+        """Returns whether NCCL sends tensors on `device`."""
         assert self.group is not None
         return (
             device.type == "cuda" and supports_device(self.group, device) and "nccl" in backend_name(self.group, device)
         )
 
     def _sending_group(self, name: str, tensor: Tensor) -> tuple[dist.ProcessGroup, str]:
-        """Returns the process group that sends a tensor for a class of communication, and the name of its backend.
+        """Returns the process group by which a tensor is sent, and the name of its backend.
 
-        This is the group of the class if that group supports the tensor's device, otherwise the group for CPU tensors.
+        This is the group of the communication class if it supports the tensor's device, otherwise the group for CPU
+        tensors.
 
         Args:
-            name: the name of the class of communication.
+            name: the name of the communication class.
         """
         found = self._carriers.get((name, tensor.device))
         if found is None:
@@ -353,13 +354,13 @@ class Groups:
         return self._hosts
 
     def timeout(self) -> timedelta | None:
-        """Returns the timeout of the user's process group; None for a single process, or if the backend does not report
-        it.
+        """Returns the timeout of the user's process group. Returns None for a single process, or if the backend does
+        not report its timeout.
         """
         return group_timeout(self.group) if self.group is not None else None
 
     def missing_ranks(self) -> list[int]:
-        """Returns the ranks that no longer respond, after a collective has failed."""
+        """Returns the ranks that no longer respond. Called after a collective has failed."""
         return self._liveness.missing() if self._liveness is not None else []
 
     def run_periodically(self, look: Callable[[Any, str], None]) -> str:
@@ -367,8 +368,8 @@ class Groups:
         the same order.
 
         Args:
-            look: a bound method, referenced weakly. Its arguments are the thread's connection to torch.distributed's
-                store, and a prefix for keys.
+            look: a bound method, to which only a weak reference is kept. It is called with the thread's connection to
+                torch.distributed's store, and a prefix for keys in the store.
 
         Returns:
             The key prefix, or "" for a single process.
@@ -382,7 +383,7 @@ class Groups:
     def gather(self, value: T, kind: Any) -> list[T]:
         """Gathers a value from every rank, in rank order. Meant for setup and failures, because it is slow.
 
-        The value is sent as plain data (`embrace_fx.vocabulary.plain_data`) and checked on arrival.
+        The value is sent as plain data (`embrace_fx.vocabulary.plain_data`), and its type is checked on arrival.
 
         Args:
             kind: the value's type, as a type hint; equal on all ranks.
@@ -399,7 +400,7 @@ class Groups:
         if longest > MOST_BYTES:
             raise RuntimeError(
                 f"Rank {int(sizes.argmax())} sends {longest} bytes to the other ranks, but at most {MOST_BYTES} bytes "
-                "are allowed. Send large values as tensors."
+                "are allowed for one object, such as a plan or a recording. Record fewer steps in model.record()."
             )
         everyone = torch.empty((self.world_size, longest), dtype=torch.uint8, device="cpu")
         with self.watching():
@@ -409,7 +410,7 @@ class Groups:
         return [_decode_gathered(kind, content, rank) for rank, content in enumerate(contents)]
 
     def reports(self, failure: str | None) -> dict[int, str]:
-        """Gathers errors, and returns rank -> error text for the ranks that have failed. Collective.
+        """Gathers errors. Returns a map from rank to error text for the ranks that have failed. Collective.
 
         Args:
             failure: this rank's error text, or None if it has not failed.
@@ -422,7 +423,8 @@ class Groups:
             raise PeerFailure(found) from failure
 
     def watching(self, what: object = "") -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager. If a collective inside it fails, the error names the dead or stuck ranks.
+        """Returns a context for a collective. If the collective fails, the context raises an error that names the dead
+        or stuck ranks.
 
         Args:
             what: the name under which `LaunchLog` records the collective.
@@ -430,8 +432,8 @@ class Groups:
         return contextlib.nullcontext() if self._liveness is None else NamesFailedRanks(self._liveness, what)
 
     def name_ranks(self, error: RuntimeError, what: object = "") -> None:
-        """Raises an error that names the dead or stuck ranks because of which a collective failed. Returns if all ranks
-        already know the error, or on a single process.
+        """Raises an error that names the ranks that made a collective fail because they are dead or stuck. Returns
+        without raising if all ranks already know the error, or on a single process.
 
         Args:
             error: the error that the collective raised.
@@ -442,7 +444,9 @@ class Groups:
 
 
 def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
-    """Decodes the content of a message that `rank` has sent. Raises if the value is not of type `kind`."""
+    """Decodes the content of a message that `rank` has sent. Raises `RuntimeError` if the value is not of type
+    `kind`.
+    """
     try:
         return from_plain(kind, json.loads(content))
     except (ValueError, RecursionError) as error:
@@ -453,10 +457,11 @@ def _decode_gathered(kind: Any, content: bytes, rank: int) -> Any:
 
 
 def end_groups(liveness: LivenessCheck | None, groups: list[dist.ProcessGroup]) -> None:
-    """Ends the liveness thread, and destroys process groups on this rank if they contain all ranks of the job.
+    """Ends the thread that detects dead ranks, and destroys process groups that contain all ranks of the job, on this
+    rank.
 
-    Groups of fewer ranks stay, because torch would give the next group the name, and thus the addresses, of the
-    destroyed one. Waits `_FAREWELL_S` at most, because a collective may still be running.
+    Smaller groups are not destroyed, because torch would give the next group the same name, and thus the same
+    addresses. Waits at most `_FAREWELL_S` seconds, because a collective may still be running.
     """
     if liveness is not None:
         liveness.close()

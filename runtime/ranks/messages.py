@@ -20,7 +20,7 @@ from embrace_fx.runtime.ranks.worker import Worker
 
 
 class Messages:
-    """Several point-to-point messages in flight, with the methods of a collective's `Work`.
+    """Several point-to-point messages in flight. It has the methods of torch's `Work`, the handle of a collective.
 
     Args:
         works: torch's handles of the messages.
@@ -43,7 +43,7 @@ class Messages:
             _wait_all(self._works)
 
     def get_future(self) -> Future[None]:
-        """Returns a future that completes once all messages have been received and sent. May be called once."""
+        """Returns a future that completes once all messages have been received and sent. May be called only once."""
         assert self._waiter is not None
         self._end = self._waiter.submit(partial(_wait_all, self._works))
         return self._end
@@ -62,12 +62,12 @@ def send_parts(
     waiter: Worker | None = None,
     backend: str = "",
 ) -> Messages:
-    """Starts an AlltoAll as separate messages: sends one tensor to, and receives one from, every other rank of a
-    process group. Copies the tensor that this rank sends to itself. Supports gloo and NCCL.
+    """Starts an AlltoAll as separate messages. This rank sends one tensor to every other rank of a process group, and
+    receives one tensor from every other rank. Copies the tensor for this rank itself. Supports gloo and NCCL.
 
     Args:
         sent: the tensor for each rank.
-        received: for each rank, the memory for its tensor, of the size that it sends.
+        received: for each rank, the memory for the tensor that it sends.
         waiter: a thread that waits for the messages if a future for them is requested, or None.
         backend: the name of the group's backend for these tensors, or "" to look it up.
 
@@ -104,12 +104,12 @@ def send_parts(
 
 
 def send_one(tensor: Tensor, to: int, group: dist.ProcessGroup) -> None:
-    """Sends a contiguous tensor to another rank, which calls `receive_one`, and waits until it is sent."""
+    """Sends a contiguous tensor to the rank `to`, which calls `receive_one`. Waits until the tensor is sent."""
     _transfer(dist.isend, tensor, to, group)
 
 
 def receive_one(tensor: Tensor, source: int, group: dist.ProcessGroup) -> None:
-    """Receives a tensor of known size that the rank `source` sends with `send_one`."""
+    """Receives the tensor that the rank `source` sends with `send_one`, into a tensor of the same size."""
     _transfer(dist.irecv, tensor, source, group)
 
 

@@ -51,8 +51,8 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True)
 class _StoppedRank:
-    """What a rank writes to torch.distributed's store when it has waited for other ranks for long, or is about to
-    raise.
+    """What a rank writes to torch.distributed's store when it has waited long for other ranks, or is about to raise an
+    error.
 
     Attributes:
         rank: the rank in the model's process group.
@@ -68,12 +68,13 @@ class _StoppedRank:
 
 
 class MismatchWatchdog:
-    """A thread of each rank that detects ranks which wait for each other in different calls.
+    """Detects ranks that wait for each other in different calls. A thread of each rank calls `check`.
 
     Attributes:
-        announced: how many handshakes this rank has begun.
+        announced: how many handshakes (exchanges before a step) this rank has begun.
         name: a prefix of keys in the store, equal on all ranks; "" until the watchdog runs.
-        waiting_since_s: when the current wait for a handshake began, in seconds of `time.monotonic`, or None.
+        waiting_since_s: when the current wait for a handshake began, in seconds of `time.monotonic`. None if this rank
+            does not wait.
     """
 
     def __init__(self) -> None:
@@ -97,8 +98,9 @@ class MismatchWatchdog:
         itself = weakref.ref(self)
 
         def explain(_: logging.LogRecord) -> bool:
-            """Raises the reason for a collective's error that torch is about to log, if the reason is known. This is a
-            logging filter: it ignores the log record, and returns True so that torch logs the error.
+            """Raises an error with the reason why a collective failed, if the reason is known. Runs as a logging
+            filter, because torch logs the error of a collective before it raises it. Returns True, so that torch logs
+            the error.
             """
             if (error := sys.exc_info()[1]) is not None and (found := itself()) is not None:
                 found.explain(error)
@@ -108,7 +110,7 @@ class MismatchWatchdog:
         weakref.finalize(self, _c10d_logger.removeFilter, explain)
 
     def wait_for(self, work: Any, group: dist.ProcessGroup) -> None:
-        """Waits for the exchange of a handshake, and records when the wait began.
+        """Waits for the exchange of a handshake. Records when the wait began.
 
         Args:
             work: torch's handle of the exchange.
@@ -121,7 +123,8 @@ class MismatchWatchdog:
             self.waiting_since_s = None
 
     def check(self, store: Any, name: str, answer: Callable[[str], PeerFailure]) -> None:
-        """Reports a long wait of this rank, or checks whether this rank is in a collective that cannot complete.
+        """Writes to the store that this rank waits in a handshake, if it has waited long. If this rank is in another
+        collective, checks whether the collective cannot complete because another rank has stopped.
 
         Args:
             store: a store of torch.distributed that only this thread uses.
@@ -156,8 +159,8 @@ class MismatchWatchdog:
         print(f"embrace_fx: {self._found[1]}", file=sys.stderr, flush=True)
 
     def refuse(self, reason: str) -> None:
-        """Writes to torch.distributed's store that this rank is about to raise an error, for ranks that wait for this
-        one.
+        """Writes to torch.distributed's store that this rank is about to raise an error. Ranks that wait for this rank
+        read it.
 
         Args:
             reason: the error's text.
@@ -166,7 +169,8 @@ class MismatchWatchdog:
             self._write_record(dist.distributed_c10d._get_default_store(), _RAISES, reason)
 
     def explain(self, error: BaseException) -> None:
-        """Raises the reason why a collective failed, if the reason is known: another rank did not take part in it.
+        """Raises an error with the reason why a collective failed, if it failed because another rank did not take part
+        in it. Otherwise does nothing.
 
         Args:
             error: the error that the collective raised.
@@ -196,8 +200,8 @@ class MismatchWatchdog:
         store.set(self.name + what, json.dumps(to_plain(_StoppedRank(self._rank, self.announced, reason, begun))))
 
     def _find_stopped_rank(self, store: Any, frame: FrameType, what: str, announced: int) -> _StoppedRank | None:
-        """Returns the record of another rank that stopped before it began the collective in which this rank waits, or
-        None.
+        """Returns the record of another rank that stopped before it began the collective in which this rank waits.
+        Returns None if there is no such rank.
 
         Args:
             frame: the stack frame of the collective.

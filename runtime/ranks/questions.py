@@ -24,10 +24,10 @@ from embrace_fx.runtime.ranks.failure import place_of_main_thread
 
 @dataclass(frozen=True, slots=True)
 class SharedRead:
-    """A read of a sharded table that all ranks must make together.
+    """A read of a sharded table, which all ranks must make together.
 
     Attributes:
-        what: the read in words, such as "norm of the sharded words.weight"; equal on all ranks.
+        what: a description of the read, such as "norm of the sharded words.weight"; equal on all ranks.
         value: this rank's value, to be reduced over ranks, or None if the read is not a reduction.
         reduce_op: the reduction over ranks, such as `dist.ReduceOp.SUM`.
     """
@@ -38,17 +38,17 @@ class SharedRead:
 
     @property
     def hash(self) -> int:
-        """A hash of the read, by which ranks check that all of them make the same read."""
+        """A hash of the read. Ranks compare it to check that all of them make the same read."""
         return crc32(f"{self.what} {self.reduce_op}".encode())
 
     def error_if_alone(self) -> str:
-        """Returns the error text for the case that only some ranks make this read."""
+        """Returns the text of the error to raise if only some ranks make this read."""
         text = _LOSS_ALONE if self.what.startswith("loss of logits") else _ALONE
         return text.format(self.what, place_of_main_thread())
 
     def encode_value(self, most: int) -> tuple[int, ...]:
-        """Returns this rank's value as 64-bit integers, one per element, to be sent with its announcement of the read.
-        Returns () if there is no value, or if it is complex, not on the CPU, or has more than `most` elements.
+        """Encodes this rank's value as 64-bit integers, one for each element, to be sent with the announcement of the
+        read. Returns () if there is no value, or if it is complex, not on the CPU, or has more than `most` elements.
         """
         value = self.value
         if value is None or not 0 < value.numel() <= most or value.device.type != "cpu" or value.is_complex():
@@ -56,7 +56,7 @@ class SharedRead:
         return tuple(value.detach().reshape(-1).to(_widest_dtype(value)).view(torch.int64).tolist())
 
     def reduce_values(self, numbers: Sequence[Sequence[int]]) -> Tensor | None:
-        """Returns the values of all ranks, reduced to one, or None if no values were sent.
+        """Reduces the values of all ranks to one value. Returns None if no values were sent.
 
         Args:
             numbers: for each rank, the result of `encode_value`.
@@ -73,7 +73,7 @@ class SharedRead:
 
 
 def _widest_dtype(value: Tensor) -> torch.dtype:
-    """Returns float64 if the value is a floating-point tensor, int64 if it is an integer one."""
+    """Returns float64 if `value` is a floating-point tensor, or int64 if it is an integer tensor."""
     return torch.float64 if value.is_floating_point() else torch.int64
 
 

@@ -15,7 +15,7 @@ _ACTIVITIES = ("training", "accumulating gradients (no_sync)", "evaluating (eval
 
 
 def check_activities(activities: Sequence[int]) -> None:
-    """Raises `PeerFailure` if ranks call the model in different modes: training, accumulating or evaluating.
+    """Raises `PeerFailure` if ranks call the model in different modes (training, accumulating or evaluating).
 
     Args:
         activities: for each rank, its mode, as returned by `activity_code`.
@@ -31,7 +31,7 @@ def check_activities(activities: Sequence[int]) -> None:
 
 
 def check_programs(programs: Sequence[int]) -> None:
-    """Raises `PeerFailure` if a rank is about to launch other collectives than rank 0.
+    """Raises `PeerFailure` if a rank is about to launch collectives that differ from those of rank 0.
 
     Args:
         programs: for each rank, a hash of the collectives.
@@ -56,11 +56,12 @@ _RUN_BY_ONE_RANK = (
 
 
 def check_steps(announcements: Sequence[HandshakeMessage], communicator: Communicator) -> None:
-    """Raises `PeerFailure` if ranks have run different numbers of optimizer steps, or of ops on sharded tables.
+    """Raises `PeerFailure` if ranks have run different numbers of optimizer steps, or different numbers of ops on
+    sharded tables.
 
     Args:
-        announcements: one per rank, with these numbers.
-        communicator: holds this rank's count of ops on sharded tables, which is reset if the counts differ.
+        announcements: the announcement of each rank, which contains these numbers.
+        communicator: the communicator whose `collective_ops` is reset if the numbers of ops differ.
     """
     if len({(each.steps, each.collective_ops) for each in announcements}) == 1:
         return

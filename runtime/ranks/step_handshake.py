@@ -56,8 +56,8 @@ _NOT_JOINED = (
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The layout of the announcements that ranks exchange before each step. It must be the same on all ranks, because
-    otherwise the exchange would hang.
+    """The layout of the announcements that ranks exchange before each step. It must be equal on all ranks, because the
+    exchange would otherwise hang.
 
     Attributes:
         tables: the number of tables whose ids are exchanged under the plan.
@@ -69,8 +69,8 @@ class MessageFormat:
 
     @property
     def sizes(self) -> int:
-        """The maximum length of `HandshakeMessage.sizes`: one state, and two row counts per table, of this batch and of
-        the next.
+        """The maximum length of `HandshakeMessage.sizes`: one state and, for each table, the number of rows that this
+        batch reads and the number of rows that the next batch reads.
         """
         return 1 + 2 * self.tables
 
@@ -82,18 +82,18 @@ class HandshakeMessage:
     Attributes:
         kind: what the rank does next: `STEP`, `BACKWARD`, `GAVE_UP`, `JOIN` or `QUESTION`.
         activity: `TRAINING`, `ACCUMULATING`, `EVALUATING` or `JOINED`.
-        failure: the reason why the rank has failed; None if it has not failed; "" if it fails because of another rank,
-            whose reason it does not know.
+        failure: the reason why the rank has failed. None if it has not failed; "" if the reason is not known, because
+            only the fact is sent.
         asks_to_plan: whether the rank requests a new plan.
         does_not_fit: whether the rank's batch does not fit the plan. All ranks then change the plan before the step.
         steps: the number of the rank's optimizer steps so far; 0 under `join`, where ranks may differ.
-        program: a hash of the collectives that the step launches, or 0. A backward sends the number of its call
-            (`BackwardBarrier`), and a question its own hash.
+        program: a hash of the collectives that the step launches, or 0. For `BACKWARD`, the number of its call (see
+            `BackwardBarrier`). For `QUESTION`, the hash of the read.
         buffers: a hash of the names of the buffers to synchronize, or `CHANGED_BUFFERS`.
-        collective_ops: how many ops the rank has run on shards of tables, which all ranks must run; negative if not
-            sent.
-        rows_seen: name of a table in `MessageFormat.watched` -> how many of its rows the batch reads; negative if
-            unknown.
+        collective_ops: the number of ops on sharded tables that the rank has run and that all ranks must run. Negative
+            if it is not sent.
+        rows_seen: name of a table in `MessageFormat.watched` -> how many of its rows the batch reads. Negative if this
+            is not known.
         sizes: further numbers of the step, such as how many ids the rank sends for each table.
     """
 
@@ -110,7 +110,7 @@ class HandshakeMessage:
     sizes: tuple[int, ...] = ()
 
     def encode(self, form: MessageFormat) -> list[int]:
-        """Returns the announcement as integers. Their number depends only on `form`, so it is equal on all ranks."""
+        """Encodes the announcement as integers. Their number depends only on `form`, so it is equal on all ranks."""
         marks = self.kind << _KIND | _FAILED * (self.failure is not None)
         marks |= _ASKS_TO_PLAN * self.asks_to_plan | _DOES_NOT_FIT * self.does_not_fit
         head = marks | self.steps << _BITS, self.activity, self.program, self.buffers, self.collective_ops
@@ -119,10 +119,10 @@ class HandshakeMessage:
 
     @classmethod
     def decode(cls, numbers: Sequence[int], form: MessageFormat, sizes: int) -> HandshakeMessage:
-        """Decodes integers that `encode` returned.
+        """Decodes the integers that `encode` has returned.
 
         Args:
-            sizes: the length of the encoded announcement's `sizes`, which the integers do not contain.
+            sizes: the length of the announcement's `sizes`. The integers do not contain this length.
         """
         first, activity, program, buffers, collective_ops, *others = numbers
         steps, marks = divmod(first, 1 << _BITS)
@@ -143,7 +143,7 @@ class HandshakeMessage:
 
 
 def activity_code(*, train: bool, reduces: bool) -> int:
-    """Returns the number that stands for a call's mode: training, accumulating or evaluating.
+    """Returns the code of a call's mode: `TRAINING`, `ACCUMULATING` or `EVALUATING`.
 
     Args:
         train: whether the call trains.
@@ -171,16 +171,18 @@ class _PendingHandshake:
 
 
 class StepHandshake:
-    """Exchanges announcements with the other ranks before each step: what each rank does next, and whether it has
-    failed.
+    """Exchanges announcements with the other ranks before each step. They say what each rank does next, and whether it
+    has failed.
 
     Attributes:
         form: which numbers an announcement contains, under the current plan.
-        of_step: this rank's announcement for the next step, without sizes.
+        of_step: this rank's announcement for the next step, without `sizes`.
         asked_to_plan: whether any rank has requested a new plan in the last handshake.
-        buffers_differ: whether, in the last handshake, buffers to synchronize differed or a rank had changed its own.
-        trouble: function that returns why this rank cannot run the next step, as found by another thread, or None.
-        rows_read: table -> how many rows each rank reads, if announced.
+        buffers_differ: whether the last handshake has shown that ranks synchronize different buffers or that a rank has
+            changed its own buffers.
+        trouble: function that returns the reason why this rank cannot run the next step, if another thread has found
+            one, otherwise None.
+        rows_read: name of a table -> how many rows each rank reads. Only for tables for which this is announced.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -206,7 +208,7 @@ class StepHandshake:
         return self._announce(self._message(sizes, failure))
 
     def announce_ahead(self, then: Callable[[], None]) -> None:
-        """Announces the next step without waiting for the other ranks. Call `wait` to do so.
+        """Announces the next step without waiting for the other ranks. `wait` waits for them.
 
         Args:
             then: called once all ranks have announced that they continue.
@@ -220,8 +222,8 @@ class StepHandshake:
         self._ahead = _PendingHandshake(own, self._start_exchange(own), then)
 
     def wait(self) -> None:
-        """Waits for the handshake that `announce_ahead` has started, if any, and calls its `then`. Raises like
-        `announce`.
+        """Waits for the handshake that `announce_ahead` has started, and calls its `then`. Does nothing if there is
+        none. Raises like `announce`.
         """
         if (ahead := self._ahead) is not None:
             self._ahead = None
@@ -229,8 +231,8 @@ class StepHandshake:
             ahead.then()
 
     def _message(self, sizes: Sequence[int], failure: str | None) -> HandshakeMessage:
-        """Returns this rank's announcement for the next step, completed by `sizes` and by an error text, if there is
-        one.
+        """Returns this rank's announcement for the next step, with `sizes`, and with an error text if this rank has
+        failed.
         """
         own = self.of_step
         own.failure = own.failure or failure or self.trouble()
@@ -238,7 +240,7 @@ class StepHandshake:
         return own
 
     def announce(self, message: HandshakeMessage) -> list[tuple[int, ...]]:
-        """Exchanges announcements of something other than a step, and returns the `sizes` in every rank's announcement.
+        """Exchanges announcements without a step. Returns the `sizes` in every rank's announcement.
 
         Raises:
             PeerFailure: a rank has failed, or ranks do different things. Raised on every rank.
@@ -262,8 +264,8 @@ class StepHandshake:
         return self._finish_exchange(message, self._start_exchange(message))
 
     def watch(self) -> None:
-        """Starts a watchdog that detects calls which only some ranks make, unless it runs already. All ranks must call
-        this in the same order.
+        """Starts a watchdog that detects calls which only some ranks make. Does nothing if it is already running. All
+        ranks must call this in the same order.
         """
         self._watchdog.watch(self.communicator, self._check_mismatch)
 
@@ -280,7 +282,8 @@ class StepHandshake:
     def _finish_exchange(self, message: HandshakeMessage, launched: Exchange) -> list[tuple[int, ...]]:
         """Waits for the announcements of all ranks. Returns the `sizes` in each of them, or raises like `announce`.
 
-        Decodes them only if they differ between ranks, or if a rank reports something, such as a failure.
+        The announcements are decoded only if they differ between ranks, or if a rank reports something, such as a
+        failure.
         """
         rows, head = self._wait_for_numbers(launched), launched[0][:_HEAD]
         if head[0] & (_FAILED | _ASKS_TO_PLAN | _DOES_NOT_FIT) or [row[:_HEAD] for row in rows].count(head) < len(rows):
@@ -293,8 +296,12 @@ class StepHandshake:
         return [tuple(row[first : first + len(message.sizes)]) for row in rows]
 
     def _check_messages(self, message: HandshakeMessage, messages: Sequence[HandshakeMessage]) -> list[tuple[int, ...]]:
-        """Compares the announcements of all ranks (`messages`). Returns the `sizes` in each of them, or raises if a
-        rank has failed or steps differ. `message` is this rank's announcement.
+        """Compares the announcements of all ranks. Returns the `sizes` in each of them. Raises like `announce` if a
+        rank has failed or ranks do different things.
+
+        Args:
+            message: this rank's announcement.
+            messages: the announcements of all ranks.
         """
         self.asked_to_plan = any(each.asks_to_plan for each in messages)
         self.rows_read = {name: tuple(each.rows_seen[name] for each in messages) for name in self.form.watched}
@@ -312,8 +319,11 @@ class StepHandshake:
         return [each.sizes for each in messages]
 
     def gather_activities(self, activity: int) -> list[int]:
-        """Returns, for each rank, the mode in which it calls the model next, or `JOINED` if it has no more batches.
-        Collective. `activity` is this rank's mode.
+        """Gathers the mode in which each rank calls the model next, or `JOINED` for a rank without more batches.
+        Collective.
+
+        Args:
+            activity: the mode of this rank.
         """
         self.wait()
         self.communicator.check_open()
@@ -326,6 +336,7 @@ class StepHandshake:
         """Repeats the exchange until all ranks announce the same kind of step. Returns their announcements.
 
         Args:
+            message: this rank's announcement.
             rows: for each rank, the integers that it sent in the first exchange.
         """
         everyone = self._decode_all(message, rows)
@@ -340,8 +351,8 @@ class StepHandshake:
         return everyone
 
     def _check_mismatch(self, store: Any, name: str) -> None:
-        """Checks once whether ranks wait for each other in different calls. Called by the thread that detects dead
-        ranks.
+        """Checks once whether ranks wait for each other in different calls. The thread that detects dead ranks calls
+        this.
 
         Args:
             store: a store of torch.distributed that only this thread uses.
@@ -350,8 +361,11 @@ class StepHandshake:
         self._watchdog.check(store, name, self._answer_with_failure)
 
     def _answer_with_failure(self, failure: str) -> PeerFailure:
-        """Announces an error (`failure`) to ranks that wait for this rank, whose main thread is blocked. Called by
-        another thread. Returns the error that every rank then raises.
+        """Announces an error to ranks that wait for this rank, whose main thread is blocked in another collective.
+        Another thread calls this. Returns the error that every rank then raises.
+
+        Args:
+            failure: the text of the error.
         """
         self._watchdog.announced += 1
         self.communicator.progress.begin_step()
@@ -363,7 +377,7 @@ class StepHandshake:
         return PeerFailure(self.communicator.reports(failure))
 
     def _decode_all(self, message: HandshakeMessage, rows: Sequence[Sequence[int]]) -> list[HandshakeMessage]:
-        """Returns the announcements of all ranks, decoded from the integers that each rank has sent (`rows`)."""
+        """Decodes the announcements of all ranks from the integers that each rank has sent (`rows`)."""
         form, sizes = self.form, len(message.sizes)
         return [HandshakeMessage.decode(row, form, sizes) for row in rows]
 
@@ -406,7 +420,7 @@ class StepHandshake:
 
     def announce_read(self, what: str, value: Tensor | None, reduce_op: Any) -> Tensor | None:
         """Announces a read of a sharded table, which all ranks must make together. Returns the values of all ranks,
-        reduced to one, or None if the announcements contain no values.
+        reduced to one value, or None if the announcements contain no values.
 
         Args:
             what, value, reduce_op: the attributes of `embrace_fx.runtime.ranks.questions.SharedRead`.
@@ -429,8 +443,12 @@ class StepHandshake:
         return question.reduce_values([each.sizes for each in everyone])
 
     def reports(self, messages: Sequence[HandshakeMessage], failure: str | None) -> dict[int, str]:
-        """Returns rank -> the reason why it cannot continue, for the ranks that cannot. `failure` is this rank's
-        reason, or None. Collective if a rank has given up its forward or reads a sharded table.
+        """Returns, for each rank that cannot continue, the reason. Collective if a rank has given up its forward or
+        reads a sharded table.
+
+        Args:
+            messages: the announcements of all ranks.
+            failure: the reason why this rank cannot continue, or None.
         """
         kinds, found = {each.kind for each in messages}, dict[int, str]()
         if QUESTION in kinds:
@@ -451,7 +469,9 @@ class StepHandshake:
         warnings.warn(f"All ranks abandoned the previous call: {told}.", RuntimeWarning, stacklevel=2)
 
     def record_rows(self, tables: Sequence[str], sizes: Sequence[Sequence[int]]) -> None:
-        """Stores, for each rank, how many rows of each of `tables` it reads (`sizes`); negative if unknown."""
+        """Stores how many rows of each of `tables` the ranks read. `sizes` contains these numbers for each rank; they
+        are negative if unknown.
+        """
         self.rows_read.update(zip(tables, zip(*sizes, strict=True), strict=False))
 
     def all_gather_ids(
@@ -463,14 +483,15 @@ class StepHandshake:
         tables: Sequence[str],
         spaces: Mapping[str, JoinedTable],
     ) -> InFlight:
-        """Announces the step, with the number of ids that this rank sends, and starts gathering the ids of all ranks.
-        Returns the ids in flight. Implements the op `all_gather_ids`.
+        """Implements the op `all_gather_ids`. Announces the step, with the number of ids that this rank sends, and
+        starts gathering the ids of all ranks. Returns the ids in flight.
 
         Args:
-            unique, num_rows: for each of `tables`, the unique ids (U,) that this rank reads, and the table's number of
-                rows.
-            group, group_size: the communication class, and the number of ranks, which is unused.
-            spaces: those of `tables` that are joined tables (several tables stored as one).
+            unique: for each of `tables`, the unique ids (U,) that this rank reads.
+            num_rows: for each of `tables`, its number of rows.
+            group: the communication class.
+            group_size: the number of ranks; unused.
+            spaces: name of a joined table (several tables stored as one) -> its description.
         """
         counts = [u.numel() for u in unique]
         everyone = self.announce_step(counts, describe_bad_id(unique, tables, num_rows, spaces))

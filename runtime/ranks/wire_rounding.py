@@ -27,11 +27,12 @@ MEASURED_EVERY = 16
 
 @dataclass
 class _ErrorSums:
-    """Sums of squared rounding errors and of squared exact values.
+    """Sums over measured roundings, from which the relative rounding error is computed.
 
     Attributes:
-        calls: the number of roundings so far.
-        of_errors, of_values: sums of squares of the measured errors, and of the exact values.
+        calls: the number of roundings so far, including those that were not measured.
+        of_errors: the sum of squares of the rounding errors.
+        of_values: the sum of squares of the exact values.
     """
 
     calls: int = 0
@@ -39,24 +40,25 @@ class _ErrorSums:
     of_values: float | Tensor = 0.0
 
     def add(self, exact: Tensor, arrived: Tensor) -> None:
-        """Adds the error of one rounding.
+        """Adds the errors of one rounding.
 
         Args:
-            exact, arrived: the values before and after.
+            exact: the values before the rounding.
+            arrived: the values after the rounding.
         """
         self.of_errors = self.of_errors + (arrived - exact).float().square().sum()
         self.of_values = self.of_values + exact.float().square().sum()
 
     @property
     def relative_rms(self) -> float | None:
-        """The root mean square of the errors divided by that of the exact values, or None if these are all zero."""
+        """The root mean square of the errors divided by that of the exact values. None if all exact values are zero."""
         return sqrt(float(self.of_errors) / float(self.of_values)) if float(self.of_values) else None
 
 
 @dataclass
 class Rounding:
-    """Rounds a model's gradients and rows before they are sent. Keeps this rank's rounding errors, to add them to the
-    next gradients.
+    """Rounds a model's gradients and table rows before they are sent. Keeps the rounding errors of this rank's
+    gradients, to add them to the next gradients.
 
     Attributes:
         form: the format to round to: "exact", "bf16", "fp16" or "int8".
@@ -75,23 +77,23 @@ class Rounding:
 
         Args:
             columns: the rows, as one flat tensor.
-            pieces: for each rank, the shape (rows, columns) of the part that it gets.
+            pieces: for each rank, the shape (rows, columns) of the part that is sent to it.
         """
         self._measure("rows", columns, lambda: round_trip(columns, pieces, self.form))
         return encode(columns, pieces, self.form)
 
     def encode(self, rounded: Tensor, pieces: Pieces) -> Tensor:
-        """Encodes gradients of rows for sending. `round_rows` has rounded them already, so this adds no error.
+        """Encodes gradients of rows for sending. Adds no error, because `round_rows` has already rounded them.
 
         Args:
             rounded: the gradients, as one flat tensor.
-            pieces: for each rank, the shape (rows, columns) of the part that it gets.
+            pieces: for each rank, the shape (rows, columns) of the part that is sent to it.
         """
         return encode(rounded, pieces, self.form)
 
     def round_rows(self, rows: Tensor, ids: Tensor, form: Format, grid_columns: int, table: str) -> Tensor:
-        """Implements the op `round_rows`: returns rounded gradients of rows (U, D). Adds the errors of earlier
-        roundings first, and stores the new ones.
+        """Implements the op `round_rows`: rounds gradients of rows, and returns them (U, D). Before the rounding, adds
+        the errors of earlier roundings. Stores the new errors.
 
         Args:
             rows: the gradients (U, D).
@@ -115,8 +117,8 @@ class Rounding:
         return sent.to(rows.dtype)
 
     def rounded_bucket(self, flat: Tensor, pieces: Pieces, name: str) -> Tensor:
-        """Rounds a dense gradient, or a mean of gradients, and returns it encoded for sending. Adds the error of its
-        last rounding first, and stores the new one.
+        """Rounds a dense gradient, or a mean of gradients, and returns it encoded for sending. Before the rounding,
+        adds the error of its last rounding. Stores the new error.
 
         Args:
             flat: the gradient, as one flat tensor.
@@ -132,12 +134,12 @@ class Rounding:
         return coded
 
     def _measure(self, kind: str, exact: Tensor, arrived: Callable[[], Tensor]) -> None:
-        """Adds the error of a rounding to the sums for `kind`, at every `MEASURED_EVERY`-th call.
+        """Measures the error of every `MEASURED_EVERY`-th rounding, and adds it to the sums for `kind`.
 
         Args:
             kind: what is rounded, such as "rows".
             exact: the values before the rounding.
-            arrived: returns the values after the rounding.
+            arrived: function that returns the values after the rounding.
         """
         error = self._errors.setdefault(kind, _ErrorSums())
         error.calls += 1
@@ -145,13 +147,15 @@ class Rounding:
             error.add(exact, arrived())
 
     def rounds(self, values: Tensor) -> bool:
-        """Returns whether values of this dtype are rounded when they are sent."""
+        """Returns whether values of this dtype are rounded before they are sent."""
         return (
             self.form != "exact" and values.is_floating_point() and Wire(values.element_size(), self.form).is_narrower
         )
 
     def report(self) -> str:
-        """Returns lines for a report: what is rounded, and this rank's rounding errors, or "" if nothing is rounded."""
+        """Returns lines for a report, which say what is rounded and how large this rank's rounding errors are. Returns
+        "" if nothing is rounded.
+        """
         lines = []
         for kind, made_good in (
             ("rows", ""),
@@ -165,5 +169,5 @@ class Rounding:
 
 
 def _without_nonfinite(error: Tensor) -> Tensor:
-    """Replaces inf and nan in a rounding error by zero, so that the next gradient is finite."""
+    """Replaces inf and nan in a rounding error by zero, so that they are not added to the next gradient."""
     return error.nan_to_num_(0.0, 0.0, 0.0)

@@ -14,7 +14,9 @@ from torch.futures import Future
 
 
 class Worker:
-    """A thread that runs functions in order. It ends with this object, or with the process."""
+    """A thread that runs functions in the order in which they are submitted. It ends when this object is freed, or with
+    the process.
+    """
 
     def __init__(self, name: str) -> None:
         self._jobs = SimpleQueue[Any]()
@@ -24,19 +26,25 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], Any]) -> Any:
-        """Adds a function (`job`) to the queue. Returns a future of its result or error."""
+        """Adds the function `job` to the queue. Returns a future, which completes with the function's result or
+        error.
+        """
         end: Any = torch._C.Future([])  # each method of `torch.futures.Future` would add a Python call
         self._jobs.put((job, end))
         return end
 
 
 def _run_jobs(jobs: SimpleQueue[Any]) -> None:
-    """Runs the jobs of a queue, (function, its future), in order, until the queue yields None."""
+    """Runs the functions in a queue, in order, until it gets None from the queue.
+
+    Args:
+        jobs: a queue of pairs (function, future of its result).
+    """
     while (next_ := jobs.get()) is not None:
         job, end = next_
         try:
             result = job()
-        except Exception as error:  # raised by the caller's wait()
+        except Exception as error:  # the caller's wait() raises it
             end._set_unwrap_func(partial(_raise_error, error))
             end.set_result(error)
         else:
@@ -45,12 +53,14 @@ def _run_jobs(jobs: SimpleQueue[Any]) -> None:
 
 
 def _raise_error(error: Exception, _: object) -> None:
-    """Raises an error. A future calls it instead of returning the result, its second argument, which is ignored."""
+    """Raises `error`. A future of a failed job calls this function when its result is read. The second argument, the
+    result, is ignored.
+    """
     raise error
 
 
 class FutureWork:
-    """A future with the methods of a collective's `Work`."""
+    """Wraps a future in an object with the methods of torch's `Work`, the handle of a collective."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
