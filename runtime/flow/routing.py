@@ -306,7 +306,7 @@ class SplitAhead:
             ordered, order = torch.where(is_one_of(ids, padding_rows), num_rows, key).sort(stable=True)
         begins = torch.zeros(ids.numel() + 1, dtype=torch.bool, device=ids.device)
         torch.ne(ordered[1:], ordered[:-1], out=begins[2:])
-        number = begins.cumsum(0)  # for each row, one plus the index of the sum to which it is added
+        number = begins.cumsum(0)  # for each row, 1 + the index of the sum to which it is added
         self._sums = torch.empty_like(order).scatter_(0, order, number[1:])
         # Rows of one sum have equal ids, so any order of writes is correct.
         self._ids = torch.empty_like(ids).scatter_(0, self._sums, ids)

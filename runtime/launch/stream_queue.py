@@ -315,7 +315,7 @@ class StreamQueue(LaunchQueue):
             assert ticket.launch is not None
             launched, ticket.launch = ticket.launch(), None
             if launched.work is not None:
-                launched.work.wait()  # makes the stream wait, but not the host
+                launched.work.wait()  # this makes the stream wait, but not the host
             ticket.ended = streams.record(ticket.id, "done")
             over = recorder.clock.now() if recorded else 0.0
         if in_turn:

@@ -180,7 +180,7 @@ class _StreamClock(Clock):
         """Converts an event to seconds of the host's `time.perf_counter`. Returns a float unchanged, because it already
         is a time of the host.
         """
-        if isinstance(moment, float):  # recorded with the host's clock by a thread that has no CUDA stream
+        if isinstance(moment, float):  # a thread without a CUDA stream has used the host's clock
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 

@@ -28,7 +28,7 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
     Hooks that another compiled model with the same parameter has added do not count.
     """
-    # Set by `torch.distributed.optim` for optimizers that step in the backward.
+    # `torch.distributed.optim` sets this attribute for optimizers that step in the backward.
     if getattr(parameter, "_in_backward_optimizers", None):
         return True
     with torch.inference_mode(False), torch.enable_grad():

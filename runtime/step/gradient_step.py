@@ -148,7 +148,7 @@ class GradientStep(Step):
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Raises the error of this rank's backward if it has failed. Otherwise does nothing."""
         if self._failure is not None:
-            raise self._failure  # reported to the other ranks like any failure
+            raise self._failure  # raise here, because an error in the backward is reported to the other ranks
 
     def _call_backward(
         self,

@@ -109,7 +109,7 @@ class MissingLaunches:
             values: the result of `begin`.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
-            self._flow.await_ids()  # also separates early and late rows
+            self._flow.await_ids()  # this also divides the next batch's rows into early and late ones
         made, under_way = self._made, list[InFlight]()
         for each in self._launches:
             if each.id is None and made:

@@ -148,7 +148,7 @@ class OptimizerHooks:
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Adds hooks to an optimizer that is about to step, if it has a parameter of the model."""
         if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
-            return  # a wrapper of another optimizer, whose own step runs this hook
+            return  # `optimizer` wraps another optimizer, whose own step runs this hook
         if not self.known_optimizers.has(optimizer):
             own = {id(parameter) for parameter in self._state.parameters()}
             if own.isdisjoint([id(p) for group in optimizer.param_groups for p in group["params"]]):

@@ -49,7 +49,7 @@ class Packer:
         if not self._keeps_memory or flat.device.type != "cpu":
             return flat
         self._kept = flat
-        return flat.detach()  # returns a separate tensor, so that the references to the kept memory can be counted
+        return flat.detach()  # return a separate tensor, so that references to the kept memory can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
         """Returns the gradient to reduce for a parameter: the sum of `gradient` and of gradients from earlier backwards

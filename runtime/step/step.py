@@ -336,7 +336,7 @@ class Step:
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
         """Begins the exchanges of the backward. Raises `RuntimeError` if second derivatives are requested (`twice`)."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # reported to the other ranks like any failure
+        if twice:  # raise here, because an error in the backward is reported to the other ranks
             raise RuntimeError(TWICE)
 
     def _written_tensors(self) -> tuple[int, str]:

@@ -132,5 +132,5 @@ def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequen
             env[node] = graph.node_copy(node, env.__getitem__)
     output = graph.output(tuple(env[value] if value is not None else None for value, _ in outputs))
     output.meta["roles"] = tuple(role for _, role in outputs)
-    # Generates its Python code only when the code is read, because only the lowered pieces run.
+    # Generate the Python code only when it is read, because only the lowered pieces run.
     return LateModule(module, graph)
