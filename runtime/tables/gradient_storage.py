@@ -56,7 +56,7 @@ class GradientStorage(LocalStorage):
     Attributes:
         unreduced: whether this is only this rank's sum of gradients, as under `no_sync`, before it is reduced over
             ranks.
-        late: (the future that delivers this gradient, its index there), or None once it has arrived.
+        late: (the future that delivers this gradient, the gradient's index in the future), or None once it has arrived.
     """
 
     of_gradient, unreduced = True, False
@@ -99,7 +99,7 @@ class GradientStorage(LocalStorage):
         return self.late is not None and self.late[0] is future
 
     def set_future(self, future: GradientFuture[Sequence[Rows]], k: int) -> None:
-        """Makes this gradient the k-th one that `future` delivers, without waiting for it."""
+        """Makes this gradient the k-th gradient that `future` delivers, without waiting for the future."""
         self.set_zero()
         self.late = future, k
 
@@ -344,8 +344,8 @@ def _reduce_numbers(
 
 
 class TableGradient:
-    """The `.grad` objects of all parameters in a table. One backward fills them together, and a later one may reuse
-    them.
+    """The `.grad` objects of all parameters in a table. One backward fills them together, and a later backward may
+    reuse them.
 
     Attributes:
         holds: whether the memory of the last gradients is still allocated.
@@ -389,8 +389,8 @@ class TableGradient:
     def _reusable_gradients(
         self, late: GradientFuture[Sequence[Rows]]
     ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
-        """Returns (table, parameter, `.grad`, storage of `.grad`) for each parameter, for later backwards to reuse.
-        Returns [] if any `.grad` contains more than the gradient that the future `late` delivers.
+        """Returns the gradients that later backwards can reuse: (table, parameter, `.grad`, storage of `.grad`) for
+        each parameter. Returns [] if any `.grad` contains more than the gradient that the future `late` delivers.
         """
         found = []
         for member in self._members:

@@ -51,7 +51,7 @@ class History:
 
     Args:
         store: the rows and their optimizer state.
-        members: for a joined table: first row of each of its tables -> that table's history.
+        members: for a joined table, maps the first row of each of its tables to that table's history.
 
     Attributes:
         open: the steps that some rows have not applied yet, or None if there are none.
@@ -87,14 +87,14 @@ class History:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def record_applied(self, places: Tensor) -> None:
-        """Records that the rows at `places` (K,) have applied the current step."""
+        """Records that the rows at the positions `places` (K,) in memory have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record(self, options: Mapping[str, Any]) -> None:
-        """Adds the current step for all rows that have not applied it. Call it before the step changes the optimizer
-        state.
+        """Records the current step as deferred for all rows that have not applied it. Call it before the step changes
+        the optimizer state.
         """
         assert self.open is not None
         self.open.record(options, {} if self.open.count else self._store.state)
@@ -102,7 +102,9 @@ class History:
             self.close()
 
     def apply_deferred(self, places: Tensor) -> None:
-        """Applies the deferred steps of the rows at `places` (K,), before they are read."""
+        """Applies the deferred steps of the rows at the positions `places` (K,) in memory. Call it before the rows are
+        read.
+        """
         if self.open is not None:
             self.apply_open(places, self._store.local, self._store.state)
         elif self._space is not None and self._space.open is not None:
@@ -112,8 +114,8 @@ class History:
                 each.apply_deferred(own)
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """For a joined table, yields the history of each of its tables, and those of the rows at `places` (K,) that are
-        in this table, as indices into it.
+        """Splits positions of rows in a joined table by the tables that it joins. Yields, for each table, the table's
+        history and its share of the positions `places` (K,), relative to its first row.
         """
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
@@ -121,7 +123,7 @@ class History:
             yield each, places[of == k] - each._first
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the deferred steps to the rows at `places` (K,), in place.
+        """Applies the deferred steps to the rows at the positions `places` (K,) in memory, in place.
 
         Args:
             local: the table's weights (V', d).
@@ -243,8 +245,8 @@ def _decay_factor(options: Mapping[str, Any]) -> float:
 class DeferredAdam(SkippedSteps):
     """Deferred steps of Adam and AdamW, as running products and sums of their coefficients.
 
-    After step t of the history, a row with m, v, w from step s has (betas b1, b2, decay lambda, e the optimizer's step
-    count):
+    A row that has applied s steps of the history has moments m_s and v_s and weight w_s. After step t, its values are
+    as follows, where b1 and b2 are the betas, lambda is the weight decay and e is the optimizer's step count:
 
         m = m_s B1[t] / B1[s]    v = v_s B2[t] / B2[s]    w = w_s S[t] / S[s] - sum over s < j <= t of
             S[t] / S[j] * a[j] * m_j / (sqrt(v_j) * c[j] + eps[j])
@@ -290,8 +292,8 @@ class DeferredAdam(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to the rows `ids` (K,) the steps that they have not applied yet, in place. `taken` is as for
-        `SkippedSteps`.
+        """Applies to the rows `ids` (K,), in place, the steps that they have not applied yet. See
+        `SkippedSteps.apply_to` for `taken`.
         """
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
@@ -318,8 +320,8 @@ class DeferredSGD(SkippedSteps):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        # (T + 1, 5): for each step, the 2 x 2 matrix by which all later steps map (weight, momentum), and the factor
-        # by which they decay the moving averages.
+        # (T + 1, 5): for each step, the combined effect of all later steps: the 4 entries of the 2 x 2 matrix that they
+        # apply to (weight, momentum), then the factor by which they decay the moving averages.
         self._maps: Tensor | None = None
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -337,8 +339,8 @@ class DeferredSGD(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to the rows `ids` (K,) the steps that they have not applied yet, in place. `taken` is as for
-        `SkippedSteps`.
+        """Applies to the rows `ids` (K,), in place, the steps that they have not applied yet. See
+        `SkippedSteps.apply_to` for `taken`.
         """
         assert self._maps is not None
         rested = taken.index_select(0, ids)
@@ -371,8 +373,8 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _step_map(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns one step without a gradient as ((a, b, c, d), factor). It maps a weight w and its momentum u to a w + b u
-    and c w + d u, and multiplies moving averages by the factor.
+    """Returns the coefficients ((a, b, c, d), factor) of one optimizer step without a gradient. The step changes a
+    weight w and its momentum u to a w + b u and c w + d u, and multiplies moving averages by the factor.
     """
     lr, momentum = float(options["lr"]), options["momentum"]
     if "alpha" in options:  # only RMSprop has the option alpha

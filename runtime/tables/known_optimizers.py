@@ -54,11 +54,12 @@ class KnownOptimizers:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
-        """Returns how the optimizer of a table updates rows without a gradient. If no optimizer or several are known,
-        assumes one that changes all rows unless the option is "lazy".
+        """Returns how a table's optimizer updates rows that have no gradient. If no optimizer is registered for the
+        table, or several are, returns the policy of an optimizer that changes all rows, unless `row_updates` is "lazy".
 
         Args:
-            row_updates: the user's option for such rows.
+            parameter: the table's parameter.
+            row_updates: the user's option `row_updates`, which says when rows without a gradient are updated.
         """
         held = self.find(parameter)
         if len(held) == 1:

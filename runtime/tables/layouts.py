@@ -26,8 +26,8 @@ Slices = tuple[slice, slice]
 
 
 def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
-    """Returns the device mesh for sharding tables by columns (`grid` is None) or on a grid, or None for a single
-    process.
+    """Returns the device mesh over which tables are sharded on `grid`, or by columns if `grid` is None. Returns None
+    for a single process.
 
     The first call for a grid is collective, because each row and column of the grid gets a process group.
     """

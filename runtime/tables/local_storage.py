@@ -45,7 +45,7 @@ class LocalStorage:
     """Whether most rows are outside of memory."""
 
     def by_ids(self) -> Tensor:
-        """Returns this rank's shard for a graph that looks up rows and applies their deferred steps itself."""
+        """Returns this rank's shard, for a graph that looks up rows by id and applies their deferred steps itself."""
         return self.memory()
 
     def replace(self, local: Tensor) -> None:

@@ -40,14 +40,15 @@ class Member(Table):
     Args:
         parameter: the parameter, of which this rank stores a shard.
         layout: the table's layout.
-        row_updates: the user's option: when rows without a gradient are updated.
+        row_updates: the user's option `row_updates`, which says when rows without a gradient are updated.
         may_defer: function called in each step. Returns whether updates of rows without a gradient may be deferred.
         gradients: function that returns the gradients of all sharded tables, in the same order on all ranks.
         store: function that makes this table's row store.
 
     Attributes:
         optimizer: the optimizer that updates the table; None until it is known.
-        is_read_densely: whether rows that no lookup read may have a gradient; for an unsharded table.
+        is_read_densely: whether rows that no lookup has read may have a gradient. Can be True only for an unsharded
+            table.
         has_sparse_gradient: whether the lookups request a sparse (COO) `.grad`.
     """
 
@@ -76,12 +77,14 @@ class Member(Table):
 
     @property
     def held(self) -> GradientStorage | None:
-        """The storage of the parameter's `.grad`, or None if it has no gradient or a zero one."""
+        """The storage of the parameter's `.grad`, or None if `.grad` is None or zero."""
         held = None if self.parameter.grad is None else self.open_gradient()
         return None if held is None or held.is_zero else held
 
     def open_gradient(self) -> GradientStorage:
-        """Returns the storage to which a backward adds gradients: that of `.grad`, or a new one of zeros."""
+        """Returns the storage to which a backward adds gradients: the storage of `.grad`, or a new one that contains
+        zeros.
+        """
         gradient = self.parameter.grad
         if isinstance(gradient, TableShard) and isinstance(gradient.held, GradientStorage):
             return gradient.held
@@ -182,11 +185,11 @@ class Member(Table):
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
-        """Predicts the bytes of weights, gradient and optimizer state on the rank with the most, if the table is
-        sharded over `ranks` ranks.
+        """Predicts (bytes of the weights, of the gradient, of the optimizer state) on the rank with the largest shard,
+        if the table is sharded over `ranks` ranks.
 
-        The gradient counts as dense if optimizer steps update all rows or the optimizer is unknown, otherwise as 0. The
-        bytes of state are None while the optimizer is unknown.
+        The gradient counts as dense if optimizer steps update all rows or the optimizer is unknown; otherwise it counts
+        as 0 bytes. The bytes of the state are None while the optimizer is unknown.
         """
         if self.store.refusal:
             weights, state = self.store.held_bytes()
@@ -202,7 +205,7 @@ class Member(Table):
         return parameters, gradient, rows * kept * each
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """Returns the bytes of weights, gradient and optimizer state that this rank holds."""
+        """Returns (bytes of the weights, of the gradient, of the optimizer state) that this rank stores."""
         held, (weights, state) = self.held, self.store.held_bytes()
         return weights, 0 if held is None or held.is_in_flight else held.values().nbytes, state
 

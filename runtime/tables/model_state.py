@@ -29,7 +29,7 @@ class Prefetcher(Protocol):
 
         Args:
             leaves: the flattened arguments of the call.
-            upcoming: the batch of `ahead` calls later, or None if it is not known.
+            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
         """
 
     def end_call(self, *, train: bool) -> None:
@@ -47,7 +47,7 @@ class UpcomingBatch(Protocol):
     """The interface of a batch that `lookahead` has read from the data loader, before the model is called with it."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a call of the model with these flattened arguments is a call with this batch."""
+        """Returns whether these flattened arguments of a call of the model are this batch."""
 
     def rows(self) -> dict[str, Tensor]:
         """Returns, by table name, the ids of the rows that the batch looks up in each table."""
@@ -180,7 +180,8 @@ class ModelState:
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
     def group_by_joined_table(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Groups tables by joined table where one optimizer update can replace their separate updates.
+        """Groups the gradients of tables by joined table, where one optimizer update of the joined table can replace
+        the tables' separate updates.
 
         Yields:
             (joined table, its gradient as ids and rows) for each group, and (table, its gradient) for each other table.

@@ -67,8 +67,8 @@ def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def cut_own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a table's optimizer state in which tensors of the table's shape are replaced by this rank's shards.
-    Collective if they are sharded differently.
+    """Returns a table's optimizer state, where this rank's shards replace the tensors that have the table's shape.
+    Collective if such a tensor is sharded in another layout than `layout`.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {**state, **{key: to_user_state(parameter, cut_own_shard(v, layout)) for key, v in tensors.items()}}

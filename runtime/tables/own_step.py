@@ -58,8 +58,8 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def cached_by_options(decide: Decide) -> Decide:
-    """Caches the results of a function of (optimizer class, options, ...) if all options are plain values such as
-    numbers. Used as a decorator.
+    """Decorates a function of (optimizer class, options, ...) so that its results are cached. A call is cached only if
+    all options are plain values, such as numbers.
     """
 
     @lru_cache(maxsize=256)
@@ -184,7 +184,7 @@ def has_row_values(value: Any, rows: int) -> bool:
 
 
 def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """Returns a copy of the optimizer state of the rows `ids` (K,) of a table, and of its step counters.
+    """Copies the optimizer state of the rows `ids` (K,) of a table, and the step counters.
 
     Args:
         state: the state of the whole table.
@@ -233,10 +233,12 @@ _ELEMENTS = 1 << 17
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
-    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d), in place.
+    """Runs one optimizer step on the rows `ids` (K,) of a shard, in place.
 
     Args:
+        local: the shard (V', d).
         state: the optimizer state of the shard. The step counters in it are not changed.
+        rows: the gradients (K, d) of the rows.
 
     Returns:
         The step counters after the step; empty if there are no rows.
@@ -258,8 +260,12 @@ def step_rows(
 def step_rows_on_device(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> bool:
-    """Runs one optimizer step on the rows `ids` (K,) of a shard (V', d), with gradients `rows` (K, d), in place with a
-    CUDA kernel.
+    """Runs one optimizer step on the rows `ids` (K,) of a shard, in place, with a CUDA kernel.
+
+    Args:
+        local: the shard (V', d).
+        state: the optimizer state of the shard.
+        rows: the gradients (K, d) of the rows.
 
     Returns:
         Whether a kernel supports the step. If not, nothing has changed.

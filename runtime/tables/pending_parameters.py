@@ -122,8 +122,8 @@ class PendingParameter(nn.Parameter):
 
 
 class UpdateGroup:
-    """Parameters whose pending optimizer updates are applied together. While they are armed, the first access to any of
-    them applies the updates.
+    """Parameters whose pending optimizer updates are applied together. While the parameters are armed, the first access
+    to any of them applies the updates.
 
     Args:
         parameters: function that yields the parameters whose updates may be pending.
@@ -132,9 +132,9 @@ class UpdateGroup:
         own: function that yields the model's own tensors that share memory with parameters.
 
     Attributes:
-        inside: whether a step is running, which applies pending updates itself.
-        dense: the armed parameters that are not table shards. `PendingParameter` has replaced their class.
-        stale: whether parameters that are not armed may have pending updates.
+        inside: whether code that applies pending updates itself, such as a step, is running.
+        dense: the armed parameters that are not table shards. Their class is a subclass of `PendingParameter`.
+        stale: whether the parameters must be armed again, because they may have new pending updates.
         is_open: whether any parameter is armed.
     """
 
@@ -188,7 +188,9 @@ class UpdateGroup:
 
     @contextlib.contextmanager
     def _mark_applying(self) -> Iterator[None]:
-        """Opens a context in which accesses to the parameters apply nothing, as their updates are being applied."""
+        """Opens a context in which accesses to the parameters apply no updates, because the updates are being applied
+        already.
+        """
         self._applies = True
         try:
             yield
@@ -196,8 +198,8 @@ class UpdateGroup:
             self._applies = False
 
     def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Returns the class of armed parameters whose class is `plain`: a subclass of it and of `PendingParameter`.
-        Creates it at the first call.
+        """Returns the class that a parameter of class `plain` has while its updates are pending: a subclass of `plain`
+        and of `PendingParameter`. Creates the class at the first call.
         """
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
@@ -224,8 +226,8 @@ class UpdateGroup:
         self.is_open = bool(self._held or self.dense)
 
     def disarm_dense(self) -> None:
-        """Disarms parameters that are not table shards. During a step, which applies pending updates itself, accesses
-        to them then apply nothing. The caller must hold the lock.
+        """Disarms the parameters that are not table shards: accesses to them apply no updates until they are armed
+        again. Called when a step begins, which applies pending updates itself. The caller must hold the lock.
         """
         self.stale = True
         for parameter in self.dense:
@@ -235,7 +237,7 @@ class UpdateGroup:
         self.is_open = bool(self._held)
 
     def apply(self) -> None:
-        """Applies the pending updates. Called at an access of an armed parameter."""
+        """Applies the pending updates. Called when an armed parameter is accessed."""
         with self._lock:
             self.stale = True  # arm the parameters again later, because the caller may keep a reference to their memory
             # A step or another thread is already applying the updates.
@@ -254,14 +256,14 @@ class UpdateGroup:
 
 
 class PendingUpdates:
-    """All pending optimizer updates of a model. While parameters are armed, an access to them or to optimizer states
-    applies the updates.
+    """All pending optimizer updates of a model. While parameters are armed, the first access to them or to an
+    optimizer's state applies the updates.
 
     Attributes:
         lock: held while updates are applied, and while parameters are armed or disarmed.
         kinds: the groups of parameters that are armed together.
         states: the objects that replace the states of optimizers while updates are pending.
-        inside: how many `closed` contexts are open.
+        inside: the number of `closed()` contexts that are currently active.
     """
 
     def __init__(self) -> None:
@@ -273,8 +275,8 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Sets the groups of parameters, and a function that returns the optimizers. Accesses to these parameters, and
-        to the states of these optimizers, apply pending updates.
+        """Sets the groups of parameters, and a function that returns the optimizers. While updates are pending,
+        accesses to these parameters and to the states of these optimizers apply them.
         """
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
@@ -311,8 +313,8 @@ class PendingUpdates:
             self.states = [each for each in self.states if each.optimizer is not optimizer]
 
     def open(self) -> None:
-        """Arms all parameters and optimizer states: the next access to them applies pending updates. Does nothing yet
-        if a `closed` context is open.
+        """Arms all parameters and optimizer states: the next access to them applies the pending updates. If a
+        `closed()` context is active, arms them only when the context ends.
         """
         with self.lock:
             for kind in self.kinds:
@@ -321,8 +323,8 @@ class PendingUpdates:
                 self.rearm_stale()
 
     def rearm_stale(self) -> None:
-        """Arms groups of parameters that may have new pending updates, so that the next access applies them. The caller
-        must hold the lock.
+        """Arms the groups of parameters that may have new pending updates: the next access to them applies the updates.
+        The caller must hold the lock.
         """
         if self.states:
             self.restore_states()
@@ -357,8 +359,8 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _with_plain_states(self) -> Iterator[None]:
-        """Opens a context in which optimizers have their own states. At its end, `PendingState` objects return if
-        updates are still pending.
+        """Opens a context in which optimizers have their own states. When the context ends, `PendingState` objects
+        replace the states again if updates are still pending.
         """
         self.restore_states()
         try:

@@ -124,15 +124,17 @@ def initialize_meta(
 ) -> dict[str, DeviceMesh]:
     """Initializes parameters and buffers on the meta device by calling their modules' `reset_parameters`. Collective.
 
-    A sharded table is initialized in blocks of rows, of which each rank keeps its shard, so that no rank ever holds the
-    whole table. The values do not depend on the number of ranks, because all ranks seed the generator equally.
+    Every rank initializes a sharded table block by block and keeps its own shard of each block of rows, so that no rank
+    ever stores the whole table. The values do not depend on the number of ranks, because all ranks seed the generator
+    equally.
 
     Args:
-        sharded: name of a table to shard -> its grid, or None to shard it by columns.
+        sharded: maps the name of each table to shard to its grid, or to None to shard it by columns.
+        optimizers: the optimizers, whose state on the meta device is allocated too.
         leave: parameters to leave on the meta device.
 
     Returns:
-        Name -> device mesh, for tables that were sharded.
+        The device mesh of each table that was sharded, by the table's name.
 
     Raises:
         ValueError: a module has meta parameters and no `reset_parameters`.
@@ -184,12 +186,13 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
 
 def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Initializes this rank's shard of a table. The module's `reset_parameters` initializes one block of rows at a
-    time, of which this rank keeps its elements.
+    """Initializes this rank's shard of a table. Calls the module's `reset_parameters` for one block of rows at a time,
+    and copies this rank's elements of the block into the shard.
 
     Args:
         key: the table's name in the module.
         optimizers: the optimizers whose state of the table is allocated too.
+        mesh: the device mesh over which the table is sharded.
     """
     whole = module._parameters[key]
     assert whole is not None
@@ -219,8 +222,8 @@ def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimize
 
 
 def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Gives values to a meta parameter in place, and allocates the state that optimizers have already created for it on
-    the meta device.
+    """Replaces a meta parameter by real values in place. If optimizers have already created state for the parameter on
+    the meta device, allocates this state too.
 
     Raises:
         ValueError: an optimizer other than Adagrad has created state before its first step.
@@ -243,8 +246,8 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Divides a table into blocks of rows, each (start, end). Drawing random numbers block by block gives the same
-    values as for the whole table.
+    """Divides a table into blocks of rows, such that drawing random numbers block by block gives the same values as for
+    the whole table. Returns (first row, last row + 1) of each block.
 
     Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
     least 16.

@@ -76,13 +76,13 @@ class RowStore:
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids` include all of `ids` (K,), which are on the device. Does nothing here, because the
-        host needs the ids only of tables larger than memory.
+        """Records that `host_ids`, which are row ids on the host, include all of `ids` (K,), which are on the device.
+        Does nothing here, because the host needs the ids only of tables larger than memory.
         """
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, ids on the host, are those of `ids` (K,) on the device. Does nothing here, because the
-        host needs the ids only of tables larger than memory.
+        """Records that `rows`, which are row ids on the host, include all of `ids` (K,), which are on the device. Does
+        nothing here, because the host needs the ids only of tables larger than memory.
         """
 
     @property
@@ -104,19 +104,24 @@ class RowStore:
         write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds the entries of `first`, the optimizer state before any step, that the table's state lacks."""
+        """Adds those entries of an initial optimizer state that the table's state lacks.
+
+        Args:
+            first: the optimizer state before the first step.
+        """
         known = self.entries
         self.keep({key: value for key, value in first.items() if known.get(key) is None})
 
     def held_bytes(self) -> tuple[int, int]:
-        """Returns the bytes in memory of (the weights, the optimizer state)."""
+        """Returns (bytes of the weights, bytes of the optimizer state) in memory."""
         state = self.state.values() if self.member.optimizer is not None else ()
         return self.local.nbytes, sum(value.nbytes for value in state if isinstance(value, Tensor))
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns one store for the rows of several tables, of which this is the first.
+        """Returns one store for the rows of several tables.
 
         Args:
+            members: the tables. The first one is the table of this store.
             bounds: the first row of each table, and the total number of rows.
         """
         return JoinedRows(members, bounds)

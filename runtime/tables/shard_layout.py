@@ -40,8 +40,8 @@ class Axis:
 
     Attributes:
         own: the range of indices that this rank has.
-        of: the dimension of the table, and the range of its indices, that this axis represents; equal on all ranks.
-            Empty if every rank has all indices.
+        of: identifies the sharded dimension of the table, or the part of it, that this axis represents. Equal on all
+            ranks. Empty if every rank has all indices.
     """
 
     size: int
@@ -100,7 +100,7 @@ class Layout:
             deleted.
         group: the process group of all ranks of the mesh.
         shape, stride: the shape and stride of the whole tensor. A table's shape is (V, D).
-        axes: the dimensions; if `is_flat`, those before a view merged them.
+        axes: the dimensions of the tensor. If a view has merged dimensions (`is_flat`), the dimensions before the view.
         chosen: indices that views have selected in sharded dimensions, so that only one rank has the elements.
         operands: a hash of the other operands from which the elements were computed, to detect operands that differ
             between ranks.
@@ -187,7 +187,7 @@ class Layout:
         return value
 
     def for_result(self, others: Sequence[Layout], operands: Sequence[Tensor], numbers: Sequence[Any]) -> Layout:
-        """Returns this layout for a computed tensor, with a hash of what it was computed from as `operands`.
+        """Returns the layout of an op's result: this layout, with a hash of the op's operands as `operands`.
 
         Args:
             others: the layouts of the sharded operands.
@@ -256,8 +256,8 @@ class Layout:
         return self.sum_disjoint(whole).view(self.shape)
 
     def sum_disjoint(self, whole: Tensor) -> Tensor:
-        """Sums tensors of the whole shape over the ranks. Each element is nonzero on at most one rank, so that the sum
-        is exact. Collective.
+        """Sums tensors of the whole shape over the ranks. Collective. The sum is exact, because each element is nonzero
+        on at most one rank.
         """
         # Sum bytes, because a sum of floats would lose the sign of -0.0.
         return (
@@ -440,8 +440,8 @@ def _locate_view(
         local: this rank's shard of the viewed tensor, which has this layout.
         whole: a meta tensor with the shape and stride of the view.
         dims: the dimensions of the view, from `_view_dims`.
-        first: for each axis, the first of its indices in the view; the only one if no dimension of the view is this
-            axis.
+        first: for each axis of the viewed tensor, the first index that the view contains. It is the only one if the
+            view has no dimension for the axis.
     """
     chosen, offset = layout.chosen, local.storage_offset()
     # If the view picks an element of another rank, this rank has no indices, not even on axes that are not sharded.

@@ -113,7 +113,7 @@ def _reduce_over_ranks(
     if local.numel():
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
         whole[index] = reduce_local(local, dims).to(dtype).view(whole[index].shape)
-    if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so it is reduced separately
+    if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so reduce nan separately
         no_number = whole.isnan()
         compared = whole.masked_fill(no_number, none)
         both = torch.stack([compared, _booleans_as_numbers(no_number, dtype, reduce_op)])

@@ -59,11 +59,12 @@ def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
-    """Wraps the tensors in an op's result, which are copies, as read-only, so that writes into them raise instead of
-    being lost.
+    """Wraps the tensors in an op's result as read-only. They are copies, so a write into them would be lost; writes
+    raise instead.
 
     Args:
-        part, func: the gathered shard and the op, for the error message.
+        part: the gathered shard, for the error message.
+        func: the op, for the error message.
     """
     refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
 
@@ -143,14 +144,17 @@ _OF_ONE = frozenset({*VIEWS, *ALIASES, aten.clone.default, aten._to_copy.default
 
 
 def memory_to_share(part: TableShard, references: int | None = None) -> Tensor:
-    """Returns the tensor whose memory another tensor takes in `tensor.data = part` or `tensor.set_(part)`: this rank's
-    values if it has the whole table, otherwise the gathered whole tensor. Collective if the table is sharded.
+    """Returns the tensor whose memory another tensor uses after `tensor.data = part` or `tensor.set_(part)`. It is this
+    rank's tensor if this rank has the whole table, otherwise the gathered whole tensor. Collective if the table is
+    sharded.
 
     Args:
-        references: the shard's reference count during `.data =`, or None if the caller knows of another reference.
+        part: the shard.
+        references: the shard's reference count during `tensor.data = part`, or None if other code is known to refer to
+            the shard.
 
     Raises:
-        RuntimeError: something else refers to the shard or its memory.
+        RuntimeError: other code refers to the shard or its memory.
     """
     if part.spread.is_alone:
         return part.held.pinned()
@@ -175,7 +179,7 @@ def _shares_memory(part: TableShard) -> bool:
 
 @cache
 def _setter_references() -> int:
-    """Returns the reference count of a tensor, otherwise without references, while it is assigned to another tensor's
+    """Returns the reference count that a tensor without other references has while it is assigned to another tensor's
     `.data`.
     """
     found = []

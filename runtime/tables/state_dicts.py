@@ -102,7 +102,7 @@ def convert_state_dict(
     """Converts a state dict in place to the layouts of the model that loads it.
 
     Values of sharded tables become this rank's shards. Shards of tables that this model does not shard are gathered.
-    Collective if shards are gathered or sharded differently.
+    Collective if shards are gathered, or if they are sharded in another layout than the model's.
 
     Args:
         layouts: the layouts of sharded tables, by all of their names.

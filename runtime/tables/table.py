@@ -75,7 +75,7 @@ class Table:
 
     @property
     def local(self) -> Tensor:
-        """This rank's shard (V', d), or those of its rows that are in memory."""
+        """This rank's shard (V', d). For a table larger than memory, only the rows that are in memory."""
         return self.store.local
 
     @property
@@ -208,8 +208,8 @@ class Table:
         `rows` (K, d).
 
         Returns:
-            The predicted rows (K, d), and the options of the step. If the step does not change the rows or cannot be
-                predicted, `rows` and None.
+            (predicted rows (K, d), options of the step), or (`rows`, None) if the step does not change the rows or
+                cannot be predicted.
         """
         # Run a trial step only for classes of optimizers whose step is known to have no side effects.
         if (
@@ -225,11 +225,13 @@ class Table:
 
 
 def _split_by_member(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
-    """Splits rows of a joined table by parameter. Returns, for each parameter, its row ids and their rows.
+    """Splits a gradient of a joined table by the parameters in the table. Returns, for each parameter, the ids in this
+    parameter and their rows.
 
     Args:
         bounds: the first row of each parameter in the joined table, and the number of rows.
         ids: (K,) sorted row numbers in the joined table.
+        rows: (K, d), the rows of the gradient.
     """
     if len(bounds) == 2:
         return [(ids, rows)]

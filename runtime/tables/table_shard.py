@@ -204,7 +204,7 @@ class TableShard(Tensor):
         return self.to_local()
 
     def to_dtensor(self) -> DTensor:
-        """Returns this rank's shard as a DTensor with the same memory. Raises unless it is of a table sharded by
+        """Returns this rank's shard as a DTensor with the same memory. Raises if the table is not sharded by
         columns.
         """
         layout, shape = self.spread, self.shape
@@ -340,10 +340,10 @@ def to_plain(tensor: Tensor) -> Tensor:
 
 
 def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Tensors of another shape
-    than the table's are returned unchanged.
+    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Tensors whose shape differs
+    from the table's are returned unchanged.
 
-    Collective if the values are sharded differently.
+    Collective if the values are sharded in another layout than `layout`.
     """
     if value.shape != layout.shape:
         return value

@@ -47,7 +47,7 @@ Options = Mapping[str, Any]
 
 
 class SparseUpdate:
-    """One optimizer step of a table that changes only rows with a gradient.
+    """Applies one optimizer step to a table. Changes only the rows that have a gradient.
 
     Args:
         table: the table, whose current options the step uses.
@@ -117,7 +117,7 @@ class SparseUpdate:
 
 
 class DenseUpdate(SparseUpdate):
-    """One optimizer step of a table that changes all rows."""
+    """Applies one optimizer step to a table. Changes all rows."""
 
     moves_all = True
 
@@ -134,7 +134,7 @@ class DenseUpdate(SparseUpdate):
         """Updates all rows that `apply` has not updated, in one dense step.
 
         Args:
-            parts: pairs of ids (K,) and gradients (K, d). Rows without a gradient get zeros.
+            parts: pairs of ids (K,) and gradients (K, d). All other rows get a gradient of zeros.
         """
         store = self.table.store
         local, state = store.local, store.state
@@ -151,7 +151,7 @@ class DenseUpdate(SparseUpdate):
 
 
 class DeferredUpdate(SparseUpdate):
-    """One optimizer step of a table. Rows without a gradient defer the step until they are next read."""
+    """Applies one optimizer step to a table. Rows that have no gradient defer the step until they are next read."""
 
     moves_all = True
 
@@ -171,7 +171,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.record_applied(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates the remaining rows with a gradient, and records the step as deferred for all rows without one.
+        """Updates the remaining rows that have a gradient, and records the step as deferred for all rows without one.
 
         Args:
             parts: pairs of ids (K,) and gradients (K, d) of the remaining rows.
@@ -189,12 +189,16 @@ class DeferredUpdate(SparseUpdate):
 def dense_update_policy(
     optimizer_class: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype
 ) -> DenseUpdatePolicy:
-    """Returns how an optimizer class with these options updates rows without a gradient: not at all by its formula ("")
-    or by the user's choice ("lazy"), in each step ("sweep"), or in each step or when they are next read ("either").
+    """Returns how an optimizer with these options updates rows that have no gradient.
 
     Args:
-        row_updates: the user's choice whether to update them.
+        row_updates: the user's option `row_updates`, which says when these rows are updated.
         dtype: the dtype of the table.
+
+    Returns:
+        "" if the optimizer's formula does not change these rows, "lazy" if the user or the optimizer chooses not to
+            update them, "sweep" if they must be updated in each step, "either" if their updates may also be deferred
+            until the rows are next read.
     """
     if optimizer_class in (SparseAdam, RowWiseAdagrad):
         return "lazy" if optimizer_class is SparseAdam else ""
