@@ -32,8 +32,7 @@ def transfer_rows(slots: int) -> int:
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory that bookkeeping takes for each row of a table, including rows that are not in
-    memory.
+    """Returns the bytes of memory that bookkeeping needs for each row of a table, whether or not the row is in memory.
 
     Args:
         rows: the number of rows of the table.
@@ -63,9 +62,11 @@ def fixed_bytes(columns: Mapping[str, Column]) -> int:
 
 
 def memory_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Returns the maximum bytes of memory of a table with `rows` rows, of which `slots` are in memory.
+    """Returns the maximum bytes of memory that a table needs.
 
     Args:
+        rows: the number of rows of the table.
+        slots: the number of these rows that are in memory.
         columns: name -> column (weights or optimizer state) of a row.
     """
     return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + fixed_bytes(columns)
@@ -76,7 +77,7 @@ class Tier:
     """The memory limit of one table that is larger than memory, and the columns of its rows.
 
     Attributes:
-        memory: bytes of memory for its rows; below 1, the share of its rows to keep in memory.
+        memory: bytes of memory for the table's rows; if below 1, the share of the rows to keep in memory.
         whole: the limit that the user gave, which several tables may share.
         columns: name -> column (weights or optimizer state) of a row on this rank.
     """
@@ -114,9 +115,11 @@ class Tier:
     def row_memory(
         self, table: str, rows: int, at_once: int, draws: Draws, storage: tuple[StorageTier, ...]
     ) -> RowMemory:
-        """Returns the prediction of how many of the table's `rows` rows each step reads from storage and writes back.
+        """Predicts how many of the table's rows each step reads from storage and writes back.
 
         Args:
+            table: the table's name.
+            rows: the number of rows of the table.
             at_once: how many rows all ranks together read in a step.
             draws: how often each row is looked up.
             storage: the storage tiers for rows that are not in memory, fastest first.

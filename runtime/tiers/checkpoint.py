@@ -108,7 +108,9 @@ def load(
 
 
 def _is_on_parameter_device(value: Any) -> bool:
-    """Returns whether a value of optimizer state belongs on its parameter's device. Step counters stay on the host."""
+    """Returns whether a value of optimizer state belongs on its parameter's device. Step counters belong on the
+    host.
+    """
     return isinstance(value, Tensor) and value.dim() > 0
 
 
@@ -180,8 +182,8 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
-    """Returns what a checkpoint stores of an optimizer: the options and sizes of its param groups, and its state by
-    parameter number, without that of tables larger than memory.
+    """Returns the part of a checkpoint that describes an optimizer: the options and sizes of its param groups, and its
+    state by parameter number. The state of tables larger than memory is left out.
     """
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
@@ -193,7 +195,7 @@ def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
-    """Writes a checkpoint's main file, then deletes files of rows in the folder that it does not name.
+    """Writes a checkpoint's main file, then deletes the files of rows in the folder that the main file does not name.
 
     Args:
         rest: the contents of the main file: everything except the rows of tables larger than memory.
@@ -212,11 +214,12 @@ def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _fail_together(communicator: Communicator, action: str, state_after: str) -> Iterator[None]:
-    """Opens a context for work of this rank. At its end, every rank raises if any rank has failed. Collective.
+    """Opens a context for work that this rank does. When the context ends, every rank raises if any rank has failed.
+    Collective.
 
     Args:
         action: the work in words, for the error.
-        state_after: what holds after the work has failed, as a sentence for the error.
+        state_after: a sentence for the error that says what holds after the work has failed.
     """
     failure = None
     try:
@@ -272,14 +275,15 @@ def _load_rows(
 def _read_blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields the rows in a file, in blocks of at most `count`: (row ids (K,), name -> values (K, ...) of weights and
-    optimizer state). Of entries with a value per table column, only the table columns `shared` are yielded.
+    """Yields the rows in a file, in blocks of at most `count` rows: (row ids (K,), name -> values (K, ...) of weights
+    and optimizer state). Values that have one number per column of the table are cut to the columns `shared`.
 
     Args:
         columns: name -> format of an entry of a row.
         cut: the table columns that are in the file.
-        shared: those of them that this rank needs.
-        stack: closes the file at its end.
+        shared: the table columns in the file that this rank needs.
+        count: the maximum number of rows in a block.
+        stack: closes the file when the stack is closed.
     """
     file = stack.enter_context(path.open("rb"))
     records = Records({k: replace(c, size=(len(cut),)) if c.size else c for k, c in columns.items()})

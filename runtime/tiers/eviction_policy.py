@@ -25,7 +25,7 @@ _SHARE = 64
 
 
 class EvictionPolicy:
-    """Decides which slots (places of one row each in memory) to evict, and keeps the list of free ones.
+    """Decides which slots (places for one row each in memory) to evict, and keeps the list of free slots.
 
     Attributes:
         step: the number of the current step.
@@ -73,22 +73,22 @@ class EvictionPolicy:
         self._marks.index_fill_(0, slots, _SOON - due)
 
     def take_free(self, count: int) -> Tensor:
-        """Removes `count` memory slots from the free ones, and returns them."""
+        """Removes `count` memory slots from the list of free slots, and returns them."""
         left = len(self.free) - count
         taken, self.free = self.free[left:].to(torch.int64), self.free[:left]
         return taken
 
     def free_slots(self, slots: Tensor) -> None:
-        """Adds memory slots (K,) to the free ones."""
+        """Adds memory slots (K,) to the list of free slots."""
         self._marks.index_fill_(0, slots, _FREE)
         self.free = torch.cat([self.free, slots.to(torch.int32)])
 
     def choose_evictions(self, count: int, due: int | None = None) -> tuple[Tensor, bool]:
-        """Chooses about `count` memory slots to evict. Returns the slots, and whether more could be evicted.
+        """Chooses about `count` memory slots to evict. Returns the slots, and whether more slots could be evicted.
 
         Args:
-            due: if given, the step that needs the slots. Then only slots are chosen that no earlier step will use, and
-                that neither the current step nor the previous one has used.
+            due: the step that needs the slots, or None. If given, slots that an earlier step will use are not chosen,
+                and neither are slots that the current or the previous step has used.
         """
         # Rows that were read ahead for an earlier step may have pending gradients, so count them as used by the current
         # call.

@@ -46,7 +46,7 @@ class ReadResult(NamedTuple):
 
     Attributes:
         arrivals: the started copies into slots, each to be completed by `Slots.arrive`.
-        taken: a number of optimizer steps that every row in the result has applied; some rows may have applied more.
+        taken: every row in the result has applied at least this number of optimizer steps.
     """
 
     arrivals: Sequence[Any]
@@ -101,9 +101,11 @@ class FileThread:
         self._writes = deque((_WRITTEN, torch.empty(0, dtype=torch.int32, device="cpu"), room) for room in leaving)
 
     def write(self, numbers: Tensor, rows: Tensor, leave: Leave) -> None:
-        """Starts writing the rows (K,), at most `part` of them, as records with these numbers (K,).
+        """Starts writing rows to the file.
 
         Args:
+            numbers: (K,) the record numbers to write.
+            rows: (K,) the row ids. At most `part` rows.
             leave: function that starts copying the rows out of their slots into the given memory.
         """
         watch = self._watch(self._writing, rows.numel())
@@ -122,8 +124,8 @@ class FileThread:
             self._writes[-1] = self._begin_write(write), numbers, room
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Calls `write` immediately, or in the thread if other writes are pending or a recent one was slow. Returns its
-        future.
+        """Calls `write` immediately, or in the thread if other writes are pending or a recent write was slow. Returns
+        the future of the call.
         """
         if self._by_thread or not self._has_written():
             self._by_thread = max(self._by_thread - 1, 0)
@@ -134,10 +136,13 @@ class FileThread:
         return _WRITTEN
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) with these ascending numbers (K,), at most `part` of them. Checks that they are of
-        `rows` (K,), if given.
+        """Reads records (K, B), of B bytes each.
 
-        On the host, the result is valid until the next call or the next `read_into_slots`.
+        On the host, the result is valid until the next call of `read` or `read_into_slots`.
+
+        Args:
+            numbers: (K,) record numbers, in ascending order. At most `part`.
+            rows: (K,) the row ids that the records must have, or None to accept any.
         """
         self._raise_write_error()
         behind = self._pending_writes_of(numbers)
@@ -148,9 +153,10 @@ class FileThread:
         return self._reader.submit(self._read, numbers, rows, self._to_read_here, behind).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Returns copies of `count` rows, at most `part`, as records. On the host, they are valid until the next write.
+        """Copies rows into records. On the host, the records are valid until the next write.
 
         Args:
+            count: the number of rows, at most `part`.
             leave: function that starts copying the rows out of their slots into the given memory.
         """
         room = self._free_buffer()
@@ -203,7 +209,9 @@ class FileThread:
         self._raise_write_error()
 
     def _free_buffer(self) -> Tensor | None:
-        """Waits for the oldest write, and returns its buffer for reuse, or None for a device, which needs no buffer."""
+        """Waits for the oldest write, and returns its buffer for reuse. Returns None for slots on a device, which need
+        no buffer.
+        """
         self._writes.rotate(-1)
         written, _, room = self._writes[-1]
         if not written.done():
@@ -218,7 +226,7 @@ class FileThread:
             raise self.error
 
     def _has_written(self) -> bool:
-        """Returns whether no write is pending."""
+        """Returns whether all writes have ended."""
         return all(written.done() for written, _, _ in self._writes)
 
     def _pending_writes_of(self, numbers: Tensor) -> list[Future[None]]:
@@ -229,8 +237,11 @@ class FileThread:
     def _read(
         self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, writes: Sequence[Future[None]]
     ) -> Tensor:
-        """Reads records after the pending `writes` of them have ended. The other arguments are those of
-        `RecordFile.read`.
+        """Reads records after pending writes of these records have ended.
+
+        Args:
+            numbers, rows, into: as for `RecordFile.read`.
+            writes: the pending writes to wait for.
         """
         wait(writes)
         self._raise_write_error()
@@ -239,13 +250,17 @@ class FileThread:
     def _read_cached_rows(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
-        """Reads rows (K,) from the page cache into memory slots (K,), up to the first part that needs the disk. Returns
-        the number of rows read, and a number of optimizer steps that each of them has applied (some may have applied
-        more).
+        """Reads rows from the page cache into memory slots, in parts. Stops at the first part that is not in the page
+        cache.
 
         Args:
+            rows: (K,) row ids.
             numbers: (K,) the numbers of the rows' records.
+            slots: (K,) the memory slots for the rows.
             read: `RecordFile.read_cached`.
+
+        Returns:
+            (The number of rows read, a number of optimizer steps that all of these rows have applied).
         """
         taken = _ALL
         with self._watch(self._reading, len(rows)):
@@ -273,6 +288,8 @@ class FileThread:
 
         Args:
             numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
+            slots: (K,) the memory slots for the rows.
+            initial: the initial values of rows that were never written.
             taken: an upper bound of the result's `taken`.
             watch: records the time of the read.
             writes: pending writes to wait for first.

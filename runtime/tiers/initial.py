@@ -22,8 +22,8 @@ _WORDS = _FIELDS // 4
 
 @dataclass(frozen=True)
 class InitialValues:
-    """The initial values of an embedding's rows, computed from seed, row and column: normally distributed numbers, and
-    zeros for the padding row.
+    """Computes the initial values of an embedding's rows from seed, row and column. The values are normally
+    distributed; the padding row is zero.
 
     Attributes:
         columns: the columns that this rank has, out of `width`.
@@ -42,10 +42,10 @@ class InitialValues:
 
 
 class InitialValuesOfTables:
-    """The initial values of several tables, whose rows are numbered one table after another.
+    """Computes the initial values of several tables, whose rows are numbered one table after another.
 
     Args:
-        tables: first row of each table -> the table's initial values.
+        tables: maps the first row of each table to the table's initial values.
     """
 
     def __init__(self, tables: Mapping[int, InitialValues]) -> None:
@@ -65,7 +65,16 @@ class InitialValuesOfTables:
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Computes these columns of rows (K,) of a table with `width` columns: (K, d) normally distributed numbers."""
+    """Computes normally distributed values (K, d) for the given rows and columns of a table. A value depends only on
+    its row, its column and the seed.
+
+    Args:
+        rows: (K,) row numbers.
+        columns: the d columns to compute.
+        width: the number of columns of the whole table.
+        seed: the seed of the table.
+        dtype: the dtype of the result.
+    """
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along
     total = np.zeros(element.shape, dtype=np.int64)
@@ -82,7 +91,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(counter: Words) -> Words:
-    """Mixes the bits of counters, by the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Mixes the bits of counters with the output function of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = counter * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -30,7 +30,7 @@ class TierError(RuntimeError):
 
 
 class RecordFile:
-    """Stores the rows of a table that are on this rank in a file, as records: a row's weights and optimizer state.
+    """Stores this rank's rows of a table in a file. A record has one row's weights and optimizer state.
 
     Args:
         directory: the folder for the file.
@@ -60,8 +60,11 @@ class RecordFile:
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at the places with these numbers (K,), with one write for each run of consecutive
-        numbers.
+        """Writes records at the given record numbers in the file, with one write for each run of consecutive numbers.
+
+        Args:
+            numbers: (K,) record numbers.
+            records: (K, B) uint8, where B is the number of bytes per record.
 
         Raises:
             TierError: a write failed.
@@ -82,9 +85,10 @@ class RecordFile:
             ) from error
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) with these ascending numbers (K,). All must have been written.
+        """Reads records (K, B), of B bytes each. All of them must have been written.
 
         Args:
+            numbers: (K,) record numbers, in ascending order.
             rows: (K,) the row ids that the records must have, or None to accept any.
             into: memory for at least K records, or None to allocate it.
 
@@ -117,7 +121,7 @@ class RecordFile:
         return records
 
     def read_cached(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
-        """Reads records from the page cache. Returns None if one needs the disk or is damaged.
+        """Reads records from the page cache. Returns None if a record is not in the page cache or is damaged.
 
         Args:
             numbers, rows, into: as for `read`.
@@ -139,7 +143,7 @@ class RecordFile:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
 
     def _runs(self, numbers: Tensor, records: Tensor) -> Iterator[tuple[int, memoryview]]:
-        """Yields, for each run of consecutive record numbers, (its offset in the file, its bytes in `records`)."""
+        """Yields (offset in the file, bytes in `records`) for each run of consecutive record numbers."""
         nbytes, data, found = self._records.nbytes, records.numpy().data.cast("B"), numbers.numpy()
         starts = np.flatnonzero(np.diff(found) != 1) + 1
         firsts = [0, *starts.tolist()]
@@ -147,14 +151,13 @@ class RecordFile:
             yield int(found[first]) * nbytes, data[first * nbytes : stop * nbytes]
 
     def _find_wrong(self, records: Tensor, rows: Tensor | None) -> Tensor:
-        """Returns a mask of the records whose checksum or row id is wrong."""
+        """Returns a mask (K,) that is True for records whose checksum or row id is wrong."""
         wrong = self._records.wrong(records)
         return wrong if rows is None else wrong.logical_or_(self._records.rows(records) != rows)
 
 
 class HostRecords:
-    """Stores the rows of a table that are on this rank in host memory, as records: a row's weights and optimizer
-    state.
+    """Stores this rank's rows of a table in host memory. A record has one row's weights and optimizer state.
 
     Args:
         count: the number of rows.
@@ -170,23 +173,25 @@ class HostRecords:
         return self._all.nbytes
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B) uint8 at the places with these numbers (K,)."""
+        """Writes records (K, B), of B bytes each, at these record numbers (K,)."""
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B) with these numbers (K,) into new pinned memory. Ignores `rows` and `into`."""
+        """Reads the records (K, B), of B bytes each, with these record numbers (K,) into new pinned memory. Ignores
+        `rows` and `into`.
+        """
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 
     # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
     def take_numbers(self, rows: Tensor) -> Tensor:
-        """Returns the record number (K,) of each of rows (K,), which is the row's id."""
+        """Returns the record numbers (K,) of `rows` (K,). The record number of a row is the row's id."""
         return rows.to(torch.int32)
 
     def free_numbers(self, numbers: Tensor) -> None:
         """Does nothing, because each row keeps its record number."""
 
     def needs_empty_block(self, count: int) -> bool:
-        """Returns False: each row has its own record, so space never needs to be freed."""
+        """Returns False, because each row has its own record, so that no space needs to be freed."""
         return False

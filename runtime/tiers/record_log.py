@@ -36,7 +36,7 @@ def block_size(record_bytes: int, records: int) -> int:
 
 
 class RecordLog:
-    """Assigns record numbers (places in a file), and keeps track of those in use.
+    """Assigns record numbers (places in a file), and keeps track of which numbers are in use.
 
     Args:
         records: the maximum number of records in use.

@@ -43,7 +43,9 @@ class Column:
 
 
 class Records:
-    """The format of a record: a row's id, its columns (weights and optimizer state) and a checksum, as bytes."""
+    """The format of a record: the bytes of a row's id, of its columns (weights and optimizer state) and of a
+    checksum.
+    """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
@@ -57,11 +59,17 @@ class Records:
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Packs rows (K,) with the values (K, ...) of their columns as records (K, B) uint8."""
+        """Packs rows as records (K, B) uint8, where B is the number of bytes per record.
+
+        Args:
+            rows: (K,) row ids.
+            values: name -> values (K, ...) of a column.
+        """
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns as records (K, B) that lack row ids and checksums, on the columns' device.
+        """Packs columns as records (K, B), of B bytes each, on the columns' device. The records lack row ids and
+        checksums, which `sign` adds.
 
         Args:
             values: name -> values (K, ...) of a column. Missing columns get their initial values.
@@ -96,7 +104,7 @@ class Records:
         return records.view(torch.int64)[:, 1]
 
     def wrong(self, records: Tensor) -> Tensor:
-        """Returns a mask (K,) of the records whose checksum is wrong."""
+        """Returns a mask (K,) that is True for records whose checksum is wrong."""
         words = records.view(torch.int64)
         return words[:, 0] != self._sums(words)
 

@@ -28,7 +28,7 @@ Rows = dict[WorkingSet, Tensor]
 
 
 class RowsAhead:
-    """Reads ahead, from files, the rows that upcoming batches of all ranks need.
+    """Reads the rows that upcoming batches of all ranks need from files, before the batches are used.
 
     Args:
         state: the model's parameters and tables.
@@ -54,7 +54,7 @@ class RowsAhead:
 
         Args:
             leaves: the flattened arguments of the current batch.
-            upcoming: the batch of `ahead` calls later, or None if it is not known.
+            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
         """
         self._number += 1
         places = self._file_tables()
@@ -91,12 +91,12 @@ class RowsAhead:
     def _step_alone(
         self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int, places: Mapping[str, SlotRows]
     ) -> None:
-        """Starts reading the rows of an upcoming batch, in a single process. If ids are looked up on a device, this is
-        the batch that the previous call announced, otherwise `upcoming`.
+        """Starts reading the rows of an upcoming batch, in a single process. The batch is `upcoming` or, if ids are
+        looked up on a device, the batch that the previous call announced.
 
         Args:
             leaves: the flattened arguments of the current batch.
-            upcoming: the batch of `ahead` calls later, or None if it is not known.
+            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
             places: the tables larger than memory, by name.
         """
         late = int(any(each.needs_host for each in places.values()))
@@ -116,7 +116,7 @@ def _read_ahead(rows: Rows, due: int) -> None:
     """Starts reading the rows that step `due` will look up.
 
     Args:
-        rows: working set (memory for the rows of some tables) -> row numbers (K,) in it.
+        rows: maps each working set (memory for the rows of some tables) to the row numbers (K,) to read.
     """
     for memory, numbers in rows.items():
         if numbers.numel():
@@ -124,8 +124,8 @@ def _read_ahead(rows: Rows, due: int) -> None:
 
 
 def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
-    """Returns, for each working set (memory for the rows of some tables), the row numbers (K,) that a batch looks up in
-    it.
+    """Returns the rows that a batch looks up: for each working set (memory for the rows of some tables), the row
+    numbers (K,).
 
     Args:
         batch: the batch, or None for no rows.
@@ -144,8 +144,8 @@ _Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
 
 
 def _gather_loop(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
-    """Gathers, for each job, the rows that all ranks will look up. Runs in a thread until a gather fails; the failure
-    is reported elsewhere.
+    """Gathers, for each job, the rows that all ranks will look up. Runs in a thread until a gather fails. The future of
+    the job then has the exception.
     """
     size = dist.get_world_size(group)
     while True:

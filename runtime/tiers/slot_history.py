@@ -32,7 +32,8 @@ class ClosedHistory(NamedTuple):
     """Consecutive optimizer steps that some rows have deferred, and apply when they are next read.
 
     Attributes:
-        before: the number of earlier steps.
+        before: the number of the table's optimizer steps before these.
+        steps: the deferred steps.
         rows: the rows of the table to which the steps belong.
     """
 
@@ -42,7 +43,9 @@ class ClosedHistory(NamedTuple):
 
 
 class ClosedHistories:
-    """All closed histories of a table: optimizer steps that rows apply when they are next read."""
+    """All closed histories of a table larger than memory. A closed history has optimizer steps that rows have deferred.
+    Rows apply it when they are next read into memory.
+    """
 
     def __init__(self, memory: WorkingSet) -> None:
         self._memory = memory
@@ -54,13 +57,16 @@ class ClosedHistories:
         return max([each.before + each.steps.count for each in self._closed], default=0)
 
     def add(self, closed: ClosedHistory) -> None:
-        """Adds a history. Rows in memory apply it now, and other rows when they are read."""
+        """Adds a history. Rows in memory apply its steps now. Other rows apply them when they are read."""
         self._closed.append(closed)
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows that were just read into memory slots (K,), each of which has already applied
-        `taken` steps or more.
+        """Applies the histories to rows that were just read into memory.
+
+        Args:
+            slots: (K,) the memory slots of the rows.
+            taken: each of the rows has already applied at least this number of steps.
         """
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
@@ -70,18 +76,18 @@ class ClosedHistories:
                     self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
-        """Returns those of the memory slots (K,) whose row is in the range `rows`."""
+        """Selects, from memory slots (K,), the slots whose row is in the range `rows`."""
         if len(rows) == self._memory.num_rows:
             return slots
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies deferred optimizer steps to the rows in memory slots (K,), except those that have already applied
-        them.
+        """Applies deferred optimizer steps to the rows in memory slots (K,). Rows that have already applied a step skip
+        it.
 
         Args:
-            before: the number of earlier steps.
+            before: the number of the table's optimizer steps before `steps`.
         """
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
@@ -104,20 +110,26 @@ class ClosedHistories:
         return {"closed": found}
 
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
-        """Replaces the deferred optimizer steps of one table's rows by those that `to_checkpoint` returned."""
+        """Replaces the deferred optimizer steps of one table's rows.
+
+        Args:
+            rows: the rows of the table.
+            saved: the result of `to_checkpoint`.
+        """
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
         self._closed = [*left, *read_histories(saved, rows, self._memory.columns[TAKEN].device)]
 
 
 def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) -> list[ClosedHistory]:
-    """Reads the deferred optimizer steps that `ClosedHistories.to_checkpoint` returned from a checkpoint.
+    """Reads deferred optimizer steps from a checkpoint.
 
     Args:
+        saved: the result of `ClosedHistories.to_checkpoint`.
         rows: the rows of the table.
         device: the device for tensors.
 
     Raises:
-        ValueError: another version wrote them.
+        ValueError: another version of embrace_fx saved the steps.
     """
     found = []
     for each in saved["closed"]:
@@ -138,9 +150,10 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
 
 
 def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHistory]) -> None:
-    """Applies deferred optimizer steps, so that all ranks' saved columns of a row have applied the same steps.
+    """Applies deferred optimizer steps to the saved values of rows, so that all ranks' columns of a row have applied
+    the same steps.
 
-    Ranks keep different rows in memory at times, and only rows in memory have applied a closed history.
+    Ranks may keep different rows in memory, and only rows in memory have applied all closed histories.
 
     Args:
         parts: for each rank, name -> values (K, ...) of the same rows. Changed in place.
@@ -167,7 +180,7 @@ class SlotHistory(History):
     Args:
         memory: the slots for rows in memory.
         rows: the table's rows.
-        members: for a joined table: the histories of its tables.
+        members: for a joined table, the histories of its tables.
     """
 
     rows: range
@@ -180,8 +193,8 @@ class SlotHistory(History):
             each._first = 0  # slots are numbered for the joined table, not per table
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins an optimizer step, which rows without a gradient defer. It joins the open history (steps since the
-        last close), or begins a new one after all closed histories.
+        """Begins an optimizer step, which rows without a gradient defer. The step becomes part of the open history (the
+        steps since the last close). If there is no open history, begins one after all closed histories.
         """
         known = self.open
         super().begin(optimizer, options)
@@ -195,8 +208,8 @@ class SlotHistory(History):
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """Yields, for each table of a joined table, its history and those of the memory slots `places` that have its
-        rows.
+        """Splits memory slots of a joined table by the tables that it joins. Yields, for each table, the table's
+        history and the slots in `places` (K,) that contain its rows.
         """
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)

@@ -43,7 +43,7 @@ class Slots:
     Attributes:
         columns: name -> values (S, ...) of all slots.
         pinned: whether records are copied from pinned memory.
-        arriving_share: k, if at most 1 / k of the slots may receive rows at the same time.
+        arriving_share: the number k such that at most 1 / k of the slots receive rows at the same time.
     """
 
     pinned = False
@@ -54,8 +54,8 @@ class Slots:
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Starts copying the rows in slots `places` (K,) out as records. Returns a function that waits for the copy and
-        returns it.
+        """Starts copying the rows in slots `places` (K,) into records. Returns a function that waits for the copy and
+        returns the records.
 
         Args:
             into: memory for the records, or None to allocate it.
@@ -66,7 +66,7 @@ class Slots:
         return lambda: into
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Any:
-        """Copies records into memory slots (K,). Called on the thread that has read them.
+        """Copies records into memory slots (K,). Called on the thread that has read the records.
 
         Returns:
             The argument for `arrive`, which completes the copy.
@@ -79,7 +79,7 @@ class Slots:
             self.columns[key].index_copy_(0, slots, values)
 
     def has_arrived(self, copy: Any) -> bool:
-        """Returns whether a copy that `copy_in` has started has ended, so that `arrive` would not wait."""
+        """Returns whether a copy that `copy_in` has started is complete, so that `arrive` would not wait."""
         return True
 
     def arrive(self, copy: Any) -> None:
@@ -93,7 +93,9 @@ class Slots:
         """Makes the device of the slots the current device of the calling thread."""
 
     def map_of_rows(self, rows: int) -> Tensor | None:
-        """Returns zeros (V',) on the columns' device, for a copy of the map from rows to slots, or None on the host."""
+        """Returns a tensor of zeros (V',) on the columns' device, to store the memory slot of each row there. Returns
+        None for slots on the host, which need no copy of this map.
+        """
         return None
 
 
@@ -112,8 +114,11 @@ class DeviceSlots(Slots):
         self._device, self._streams = device, streams
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Starts copying the rows in slots `places` (K,) to the host as records. Returns a function that waits for the
-        copy and returns it.
+        """Starts copying the rows in slots `places` (K,) into records on the host. Returns a function that waits for
+        the copy and returns the records.
+
+        Args:
+            into: memory for the records, or None to allocate it.
         """
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
@@ -124,7 +129,7 @@ class DeviceSlots(Slots):
             copy, left = streams.to_host(records), streams.record("rows have left")
 
         def leaving() -> Tensor:
-            """Waits for the copy to the host, and returns it."""
+            """Waits for the copy to the host, and returns the records."""
             streams.wait_on_host(left)
             return copy
 
@@ -156,7 +161,7 @@ class DeviceSlots(Slots):
         self._streams.use_device()
 
     def map_of_rows(self, rows: int) -> Tensor:
-        """Returns zeros (V',) on the device, for a copy of the map from rows to slots."""
+        """Returns a tensor of zeros (V',) on the device, to store the memory slot of each row there."""
         return torch.zeros(rows, dtype=torch.int32, device=self._device)
 
 

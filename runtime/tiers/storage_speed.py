@@ -19,7 +19,8 @@ READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
 
 
 def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]:
-    """Returns (ms to read a row from disk, ms to write a row), measured without the kernel's page cache.
+    """Measures the disk without the kernel's page cache. Returns (milliseconds to read a row, milliseconds to write a
+    row).
 
     Args:
         directory: the folder for the temporary file.
@@ -46,7 +47,7 @@ def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]
 
 
 def measure_host(records: Records) -> tuple[float, float]:
-    """Returns (ms to gather a row from host memory into pinned memory, ms to write one back).
+    """Returns (milliseconds to gather a row from host memory into pinned memory, milliseconds to write a row back).
 
     Args:
         records: the format of a row in host memory.

@@ -64,11 +64,11 @@ class FileStorage(LocalStorage):
 
 
 class SlotRows(RowStore):
-    """The rows of one or more tables larger than memory. They are read and updated in slots (places of one row each in
-    memory).
+    """Stores the rows of one or more tables larger than memory. Rows are read and updated in slots (places for one row
+    each in memory).
 
     Args:
-        member: the table, or the first of several that share the memory.
+        member: the table, or the first one of several tables that share the memory.
         memory: the slots, and the storage for all other rows.
         first: the table's first row in the working set, in which the rows of all its tables are numbered.
         tables: the range of rows of each table, if several share the memory.
@@ -100,7 +100,9 @@ class SlotRows(RowStore):
             self._set_counters({key: value for key, value in state.items() if key not in self._columns})
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Sets the step counters of the table's optimizer state. Missing ones get their initial values."""
+        """Sets the step counters of the table's optimizer state. Counters that are missing in `counters` get their
+        initial values.
+        """
         optimizer = self.member.optimizer
         assert optimizer is not None
         _, first = first_row_state(optimizer, self.member.param_group(), self.local[:0])
@@ -154,24 +156,30 @@ class SlotRows(RowStore):
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Sets row ids (K,), on the host, that include those of the next lookup, or None if they are not known."""
+        """Records which rows the next lookup will read.
+
+        Args:
+            rows: row ids on the host that include the ids of the lookup, or None if they are not known.
+        """
         self._expected = rows
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, ids on the host, include all of `ids` (K,), which are on the device. Starts reading
-        these rows.
+        """Records that `rows`, which are row ids on the host, include all of `ids` (K,), which are on the device.
+        Starts reading these rows.
         """
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids` include all of `ids` (K,), which are on the device."""
+        """Records that `host_ids`, which are row ids on the host, include all of `ids` (K,), which are on the
+        device.
+        """
         if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns row ids on the host that include all of `ids` (K,), or None if `ids` are on the host themselves.
-        Copies `ids` to the host if no such row ids are known.
+        """Returns row ids on the host that include all of `ids` (K,). Copies `ids` to the host if no such row ids are
+        known. Returns None if `ids` are already on the host.
         """
         if not ids.is_cuda:
             return None
@@ -209,10 +217,10 @@ class SlotRows(RowStore):
             self._joined.keep(state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds step counters of the initial optimizer state that the table lacks.
+        """Adds those step counters of an initial optimizer state that the table's state lacks.
 
         Raises:
-            RuntimeError: the rows lack an entry of the state, which cannot be added later.
+            RuntimeError: the rows lack an entry of the initial state, which cannot be added later.
         """
         super().add_missing_state(
             {key: value for key, value in first.items() if not has_row_values(value, len(self.local))}
@@ -227,8 +235,8 @@ class SlotRows(RowStore):
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Returns what a checkpoint stores of the table besides its rows, such as step counters and deferred optimizer
-        steps. No update may be pending.
+        """Returns the part of a checkpoint that describes the table, except its rows: step counters, deferred optimizer
+        steps, and how initial values are computed. No update may be pending.
         """
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
@@ -245,14 +253,18 @@ class SlotRows(RowStore):
         self._set_counters(saved["counters"])
 
     def changed_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields blocks of (row ids, records) of all rows that differ from their initial values."""
+        """Yields, in blocks, the rows that differ from their initial values. Each block is a pair of row ids (K,) and
+        their records (K, B), where B is the number of bytes per record.
+        """
         for rows, records in self.memory.changed_rows(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records
 
     @property
     def remark(self) -> str:  # type: ignore[override]
-        """Lines about the rows in memory, for reports, or "" unless this is the first table that shares the memory."""
+        """Lines about the rows in memory, for reports. If several tables share the memory, "" for all but the first
+        one.
+        """
         return "" if self.rows.start else self.memory.report
 
     def held_bytes(self) -> tuple[int, int]:
@@ -261,22 +273,28 @@ class SlotRows(RowStore):
         return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Returns this table's share, by its number of rows, of `nbytes` bytes of memory that several tables use."""
+        """Returns this table's share of memory that several tables use, in proportion to its number of rows.
+
+        Args:
+            nbytes: the bytes of this memory.
+        """
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
 def tables_larger_than_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
-    """Returns the row stores of those tables that are larger than memory, by name."""
+    """Returns the row stores of all tables in `tables` that are larger than memory, by name."""
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
 def first_row_state(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
-    """Returns (name -> format of each optimizer state entry with a value per row, the step counters before the first
-    step).
+    """Describes the optimizer state of a table before its first step.
 
     Args:
         group: the optimizer's param group of the table.
         like: a tensor (0, d) with the dtype of the table's weights.
+
+    Returns:
+        (Name -> format of each state entry that has a value per row, the step counters).
     """
     first = first_state(optimizer, hyperparameters(group), like.new_empty((1, *like.shape[1:])))
     of_rows = {key: value for key, value in first.items() if has_row_values(value, 1)}

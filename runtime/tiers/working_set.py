@@ -47,11 +47,11 @@ class Counts:
 
     Attributes:
         steps: the number of training steps.
-        asked: rows that were looked up.
-        brought: rows that were not in memory and were given a slot.
-        missed: rows that were not in memory when they were needed.
-        read: rows read from storage.
-        written: rows written to storage.
+        asked: the number of rows that were looked up.
+        brought: the number of rows that were moved into memory.
+        missed: the number of rows that were not in memory when they were needed.
+        read: the number of rows read from storage.
+        written: the number of rows written to storage.
     """
 
     steps: int = 0
@@ -76,8 +76,8 @@ class Counts:
 
 
 class WorkingSet:
-    """The rows of one or more tables that are in memory, and where all other rows are stored. A slot is a place of one
-    row in memory.
+    """Keeps some rows of one or more tables in memory, and all other rows in a file or in host memory. A slot is a
+    place for one row in memory.
 
     Args:
         table: the name of the table, or of a joined table, whose rows are numbered one table after another.
@@ -140,7 +140,7 @@ class WorkingSet:
         self._waiting: list[tuple[Tensor, int]] = []  # (rows to read ahead, the step that needs them)
 
     def places(self, ids: Tensor, *, host_ids: Tensor | None = None, to_write: bool = False) -> Tensor:
-        """Reads missing rows into memory, and returns the memory slots (K,) of all rows `ids`.
+        """Loads the rows in `ids` (K,) that are not in memory. Returns the memory slots (K,) of all rows in `ids`.
 
         Args:
             host_ids: row ids on the host that include all of `ids` (K,), if those are on a device.
@@ -168,7 +168,7 @@ class WorkingSet:
             return None
 
     def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Reads those of the rows `ids` (K,) that are not in memory. Returns the memory slots (K,) of all of them.
+        """Loads the rows in `ids` (K,) that are not in memory. Returns the memory slots (K,) of all rows in `ids`.
 
         Args:
             to_write: whether the caller will write the rows.
@@ -189,14 +189,14 @@ class WorkingSet:
     def read_ahead(self, ids: Tensor, due: int) -> None:
         """Starts reading the rows `ids` (K,) that step `due` will look up, and keeps those that are already in memory.
 
-        Rows for which no slot is free are read in a later call, those of earlier steps first. Rows with pending
-        gradients are not evicted to make room.
+        Rows for which no slot is free are read in a later call, in the order of the steps that need them. Rows with
+        pending gradients are not evicted to make room.
         """
         self._call_unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
-        """Starts reading the rows `ids` (K,) that step `due` will look up, and rows of other steps that have waited for
-        free slots. Rows of the earliest step come first.
+        """Starts reading the rows `ids` (K,) that step `due` will look up. Also starts reading rows of other steps that
+        have waited for free slots. The rows of the earliest step are read first.
         """
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
@@ -206,8 +206,8 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading those of the rows `ids` (K,) that are not in memory, as many as slots can be freed for.
-        Returns the ids of the rest.
+        """Starts reading as many of the rows `ids` (K,) that are not in memory as slots can be freed for. Returns the
+        ids of the rows that are still to be read.
 
         Args:
             due: the step that will look up the rows.
@@ -266,8 +266,10 @@ class WorkingSet:
         self._thread.await_writes()
 
     def changed_rows(self, table_rows: range) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields blocks of a table's rows that differ from their initial values: (ascending rows (K,), records (K, B)
-        valid until the next iteration).
+        """Yields, in blocks, the rows of a table that differ from their initial values.
+
+        Each block is a pair of the ascending row numbers (K,) and their records (K, B), where B is the number of bytes
+        per record. The records are valid until the next iteration.
         """
         self._await_all()
         self._thread.await_writes()
@@ -340,7 +342,7 @@ class WorkingSet:
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
     def _read_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
-        """Reads those of the rows `ids` (K,) that are not in memory, without evicting the others.
+        """Reads the rows in `ids` (K,) that are not in memory, without evicting any row in `ids`.
 
         Args:
             where: (K,) where each row is: slot + 1 in memory, -(record number) - 1 in storage, or 0 if it was never
@@ -369,7 +371,8 @@ class WorkingSet:
         """Evicts rows until `count` memory slots are free, or until no more rows may be evicted.
 
         Args:
-            due: the step that needs the slots, so that only rows not used before it are evicted; None to evict any.
+            due: the step that needs the slots. Only rows that are not used before this step are evicted. None to evict
+                any rows.
         """
         more = True
         while more and (short := count - len(self._next_use.free)) > 0:
@@ -461,9 +464,11 @@ class WorkingSet:
 
 
 def _copy_selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
-    """Copies the records with the indices `only` (L,) from records (K, B). Returns a function that returns the copies.
+    """Copies some of the given records. Returns a function that returns the copies.
 
     Args:
+        records: (K, B), of B bytes each.
+        only: (L,) the indices of the records to copy.
         into: memory for the copies, or None to allocate it.
     """
     found = torch.index_select(records, 0, only, out=into)
