@@ -30,8 +30,8 @@ def sorted_unique(ids: Tensor) -> tuple[Tensor, Tensor]:
 def join_ids(
     ids: Sequence[Tensor], tables: Sequence[int], first_rows: Sequence[int], num_rows: Sequence[int], joined: int
 ) -> list[Tensor]:
-    """Implements the op `join_ids`: converts ids of several tables to row numbers of the table that joins them. Ids
-    outside of their own table stay invalid.
+    """Implements the op `join_ids`: converts ids of several tables to row numbers of the joined table, which has the
+    rows of all of them. Ids outside of their own table stay invalid.
 
     Args:
         tables, first_rows, num_rows: for each of `ids`, the index of its table in the joined table, the table's first
@@ -67,14 +67,14 @@ def _bounds_and_shifts(
     sizes: tuple[int, ...],
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns, for each id, the first and last valid id of its table, the number to add to a valid id, and the number
-    to add to an invalid one.
+    """Returns four tensors that have one element for each id: the first and the last valid id of the id's table, the
+    number to add to a valid id, and the number to add to an invalid id.
 
-    The shape is (N,), or (T, 1) if `sizes` is (), so that all tables have equally many ids.
+    The shape is (N,) for N ids. If `sizes` is (), it is (T, 1) for T tables, which broadcasts over the ids of a table.
 
     Args:
         tables, first_rows, num_rows: as for `join_ids`.
-        sizes: the number of ids of each table, or () if all are equal.
+        sizes: the number of ids of each table, or () if all tables have equally many ids.
     """
     last = [rows - 1 for rows in num_rows]
     outside = [-(table + 1) * OUTSIDE for table in tables]
@@ -86,8 +86,8 @@ def _bounds_and_shifts(
 
 
 def unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-    """Implements the op `unique_ids`: returns [the unique ids, padding row first, then sorted; for each of `ids`, the
-    positions of its ids].
+    """Implements the op `unique_ids`. Returns [the unique ids, then for each of `ids` the positions of its ids among
+    the unique ids]. The padding row is the first unique id; the others are sorted.
 
     Args:
         num_rows: the number of rows of the table; not needed here.
@@ -113,8 +113,8 @@ _BELOW_ALL = torch.iinfo(torch.int64).min
 
 
 def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Finds unique ids in tensors whose sizes depend only on those of `ids`, so that the host need not wait for a
-    device.
+    """Finds the unique ids of several tensors. The shapes of the results depend only on the shapes of `ids`, so that
+    the host need not wait for a device.
 
     Args:
         ids: ids of one table.
@@ -122,8 +122,8 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
         padding_idx: the padding row, which comes first, or a negative number.
 
     Returns:
-        The rows (C,) that this rank reads, padded with zeros; their count, 0-d int64, or -1 if an id is outside the
-        table; for each of `ids`, the positions of its rows.
+        (The rows (C,) that this rank reads, padded with zeros; the number of these rows as a 0-d int64 tensor, or -1 if
+            an id is outside the table; for each of `ids`, the positions of its ids among the rows).
     """
     flat = ids[0].reshape(-1) if len(ids) == 1 else torch.cat([i.reshape(-1) for i in ids])
     flat, given = flat.to(torch.int64), flat.numel()
@@ -146,7 +146,7 @@ def padded_unique_ids(ids: Sequence[Tensor], num_rows: int, padding_idx: int) ->
 
 
 def find_bad_ids(ids: Sequence[Tensor], num_rows: Sequence[int]) -> list[int | None]:
-    """Returns, for each tensor of ids, one id that is outside of its table, or None if all are valid.
+    """Returns, for each tensor of ids, one id that is outside of its table, or None if all of its ids are valid.
 
     Reads the device only once for all tensors, because each read waits for all enqueued work.
 
@@ -170,9 +170,10 @@ def lookup(shard: Tensor, ids: Tensor, dtype: torch.dtype | None = None) -> Tens
 
 
 def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
-    """Implements the op `join_columns`: joins the columns received from each rank, flat (U * D,), to whole rows (U, D).
+    """Implements the op `join_columns`: assembles whole rows (U, D) from the columns received from each rank.
 
     Args:
+        flat: (U * D,), the received columns, in one block per rank.
         embedding_dim: the number of columns of the table (D).
         group_size: the number of ranks.
     """
@@ -187,8 +188,13 @@ def join_columns(flat: Tensor, embedding_dim: int, group_size: int) -> Tensor:
 
 
 def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: int) -> None:
-    """Joins the columns received from each of `group_size` ranks, flat (U * D,), to whole rows, and writes them to the
-    rows `positions` (U,) of `out` (U', D).
+    """Assembles whole rows from the columns received from each rank, and writes the rows to `out`.
+
+    Args:
+        out: (U', D), written at the rows `positions`.
+        positions: (U,), the row of `out` for each received row.
+        flat: (U * D,), the received columns, in one block per rank.
+        group_size: the number of ranks.
     """
     if flat.is_cuda and gpu.supports(flat) and gpu.supports(out):
         gpu.unpack_columns(flat, out, group_size, positions)
@@ -197,8 +203,8 @@ def join_columns_into(out: Tensor, positions: Tensor, flat: Tensor, group_size: 
 
 
 def split_columns(rows: Tensor, group_size: int) -> Tensor:
-    """Implements the op `split_columns`: splits rows (U, D) to one block of columns for each of `group_size` ranks, in
-    a flat tensor.
+    """Implements the op `split_columns`: splits rows (U, D) into one block of columns for each of `group_size` ranks.
+    Returns the blocks in one flat tensor, in rank order.
     """
     if group_size == 1:
         return rows.reshape(-1)
@@ -213,8 +219,11 @@ def split_columns(rows: Tensor, group_size: int) -> Tensor:
 
 
 def split_selected_columns(rows: Tensor, selected: Tensor, group_size: int) -> Tensor:
-    """Splits some of the rows (U', D) to one block of columns for each of `group_size` ranks. `selected` is a mask
-    (U',) or positions (U,) int64.
+    """Splits some of the rows (U', D) into one block of columns for each of `group_size` ranks. Returns the blocks in
+    one flat tensor, in rank order.
+
+    Args:
+        selected: the rows to split, as a mask (U',) or as positions (U,) int64.
     """
     if rows.is_cuda and gpu.supports(rows):
         positions = selected.nonzero().view(-1) if selected.dtype == torch.bool else selected
@@ -307,7 +316,7 @@ def sparse_gradient(gradient: Tensor, ids: Sequence[Tensor], paddings: Sequence[
 
 
 def pack_bucket(gradients: Sequence[Tensor], scale: float) -> Tensor:
-    """Implements the op `pack_bucket`: concatenates gradients, each times `scale`, to one flat tensor."""
+    """Implements the op `pack_bucket`: multiplies gradients by `scale`, and concatenates them to one flat tensor."""
     flat = torch.cat([g.reshape(-1) for g in gradients])
     return flat.mul_(scale) if scale != 1.0 else flat
 
@@ -336,11 +345,12 @@ def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def unpack_ids(packed: Tensor, tables: int, group_size: int) -> list[Tensor]:
-    """Implements the op `unpack_ids`: returns, for each table, the ids that all ranks read and each rank's number of
-    them.
+    """Implements the op `unpack_ids`. Returns, for each table, the ids that all ranks read and the number of ids that
+    each rank reads.
 
     Args:
-        packed: (N, T + M): a row has one rank's T counts, then its ids table after table, then padding.
+        packed: (N, T + M), with one row per rank: the T counts of the rank, then its ids table after table, then
+            padding.
         tables: the number of tables (T).
         group_size: the number of ranks (N).
     """

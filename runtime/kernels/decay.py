@@ -32,7 +32,8 @@ class Averages(NamedTuple):
 
     Attributes:
         first, second: the averages of the gradient and of its square.
-        greatest: with amsgrad, the maximum of `second` so far, which replaces it in the denominator; else None.
+        greatest: the maximum of `second` so far, which replaces `second` in the denominator with amsgrad. None without
+            amsgrad.
     """
 
     first: Tensor
@@ -47,13 +48,13 @@ class TakenSteps(NamedTuple):
     change a weight.
 
     Attributes:
-        coefficients: (T + 1, 6) float64, for each number of steps from 0 to T: the columns `LOG_BETA1` to `EPS` of this
-            module.
+        coefficients: (T + 1, 6) float64. Row t has the coefficients after t steps; the constants `LOG_BETA1` to `EPS`
+            of this module are the column indices.
         steps: the number of steps.
         largest: the largest step size.
         least_eps: the smallest eps of any step.
         ratio: the maximum ratio of consecutive updates without a gradient, beta1 / sqrt(beta2).
-        moments: sums for applying all steps at once, or None.
+        moments: sums with which all steps can be applied at once, or None.
     """
 
     coefficients: Tensor
@@ -177,8 +178,8 @@ class _RemainingRows(NamedTuple):
     Attributes:
         ids: (K,) the rows.
         rested: (K,) the number of steps that each row has applied.
-        leapt: (K, d) the final weights of the elements that are computed already, and nan for all others. None if no
-            element is computed yet.
+        leapt: (K, d) the final weights of the elements that are computed already, and nan for all other elements. None
+            if no element is computed yet.
     """
 
     ids: Tensor
@@ -209,8 +210,8 @@ def _apply_together(
         moments: the sums over these steps.
 
     Returns:
-        The rows with elements that would not be exact to the last bit. They are unchanged, and the steps must be
-            applied to them one by one. None if there are no such rows.
+        The rows that have elements whose result would not be exact to the last bit, or None if there are no such rows.
+            These rows are unchanged, and the steps must be applied to them one by one.
     """
     coefficients, dtype = history.coefficients, shard.dtype
     exp_avg, exp_avg_sq, greatest = averages
@@ -254,7 +255,7 @@ def _apply_in_order(shard: Tensor, averages: Averages, rows: _RemainingRows, his
 
     Args:
         shard, averages: the weights and running averages, changed in place.
-        rows: the rows, those with the most deferred steps first.
+        rows: the rows, sorted by their number of deferred steps, largest first.
         history: the deferred steps.
     """
     ids, taken, leapt = rows
@@ -318,8 +319,11 @@ def _decay_factors(before: Tensor, history: TakenSteps, dtype: torch.dtype) -> t
 
 
 def _halving_sum(terms: Tensor) -> Tensor:
-    """Sums `terms` (K, B, C, d), B blocks of C steps for each row, over the steps. Returns (K, B, d). Adds pairwise, so
-    that the rounding does not depend on the sizes.
+    """Sums terms over steps. Adds pairs of terms, then pairs of sums, so that the rounding does not depend on the
+    sizes. Returns (K, B, d).
+
+    Args:
+        terms: (K, B, C, d), for K rows with B blocks of C steps each.
     """
     while (half := terms.shape[2] // 2) > 0:
         terms = terms[:, :, :half] + terms[:, :, half:]

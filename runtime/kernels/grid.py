@@ -19,15 +19,17 @@ from embrace_fx.vocabulary.ops import own_columns
 
 def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_columns: int) -> list[Tensor]:
     """Implements the op `route_grid`, for a table that is sharded by rows and columns over a grid of ranks. Row r of
-    the grid has the ids with id % grid_rows = r. Returns [the rows of this rank's shard that ranks read (M,), the
-    number of ids that each rank reads from each row of the grid (N, grid_rows), the positions of this rank's own ids
-    sorted by row of the grid (U,)].
+    the grid has the table rows whose id % grid_rows is r.
 
     Args:
         ids: (R,), the ids that ranks read, rank after rank.
         counts: (N,), the number of ids that each rank reads.
         rank: this rank.
         grid_rows, grid_columns: the size of the grid.
+
+    Returns:
+        [the rows of this rank's shard that any rank reads (M,), the number of ids that each rank reads from each row of
+            the grid (N, grid_rows), the positions of this rank's own ids, sorted by row of the grid (U,)].
     """
     ranks = grid_rows * grid_columns
     row_of = ids.remainder(grid_rows)
@@ -40,11 +42,12 @@ def route_grid(ids: Tensor, counts: Tensor, rank: int, grid_rows: int, grid_colu
 
 
 def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, rank: int) -> Tensor:
-    """Implements the op `join_grid`: joins the columns received from each rank of a grid to whole rows. Returns (U, D).
+    """Implements the op `join_grid`: assembles whole rows (U, D) from the columns received from each rank of a grid.
 
     Args:
         flat: (U * D,), the received columns, in one block per rank.
-        order, counts: the last two results of `route_grid`.
+        order: (U,), the last result of `route_grid`.
+        counts: (N, grid_rows), the second result of `route_grid`.
         embedding_dim: the number of columns of the table (D).
         rank: this rank.
     """
@@ -54,12 +57,11 @@ def join_grid(flat: Tensor, order: Tensor, counts: Tensor, embedding_dim: int, r
 
 
 def join_grid_into(out: Tensor, positions: Tensor, flat: Tensor, own: Sequence[int], grid_columns: int) -> None:
-    """Joins the columns received from each rank of a grid to whole rows, and writes them to `out`.
+    """Assembles whole rows from the columns received from each rank of a grid, and writes the rows to `out`.
 
     Args:
         out: (U', D), written at the rows `positions`.
-        positions: (U,), the row of `out` for each received row. Those of the first row of the grid come first, and so
-            on.
+        positions: (U,), the row of `out` for each received row, sorted by the row of the grid that sends it.
         flat: (U * D,), the received columns, in one block per rank.
         own: for each row of the grid, the number of rows received from it.
         grid_columns: the number of columns of the grid.
@@ -80,7 +82,9 @@ def split_grid(rows: Tensor, order: Tensor, counts: Tensor, rank: int) -> Tensor
     blocks in rank order, flat (U * D,).
 
     Args:
-        order, counts: the last two results of `route_grid`.
+        order: (U,), the last result of `route_grid`.
+        counts: (N, grid_rows), the second result of `route_grid`.
+        rank: this rank.
     """
     return split_selected_grid(rows, order, counts[rank].tolist(), counts.shape[0] // counts.shape[1])
 
@@ -90,8 +94,7 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
     Args:
         rows: (U', D).
-        positions: (U,), the indices of the rows to send: first those for the first row of the grid, then those for the
-            second, and so on.
+        positions: (U,), the indices of the rows to send, sorted by the row of the grid that receives them.
         own: for each row of the grid, the number of rows to send to it.
         grid_columns: the number of columns of the grid.
     """
@@ -110,9 +113,11 @@ def split_selected_grid(rows: Tensor, positions: Tensor, own: Sequence[int], gri
 
 
 def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -> Tensor:
-    """Returns the position (U, grid_columns) of each piece in the flat tensor that `split_selected_grid` returns, in
-    units of a piece. A piece has the columns of one row for one column of the grid. The arguments are those of
-    `split_selected_grid`.
+    """Returns the position (U, grid_columns) of each piece in the flat tensor that `split_selected_grid` returns,
+    counted in pieces. A piece has the columns of one row that one column of the grid stores.
+
+    Args:
+        positions, own, grid_columns: as for `split_selected_grid`.
     """
     device = positions.device
     sizes = torch.tensor(own, device=device)
@@ -126,15 +131,18 @@ def _piece_positions(positions: Tensor, own: Sequence[int], grid_columns: int) -
 def _blocks_by_rank(
     positions: Tensor, flat: Tensor, rows_per_grid_row: Sequence[int], columns: int, grid_columns: int
 ) -> list[tuple[Tensor, int, int, Tensor]]:
-    """Splits `flat` into one block per rank of the grid. A rank's block has the columns that the rank stores, of the
-    rows that its row of the grid stores. Returns, for each rank: (the positions of these rows in the output, its first
-    column, its last column + 1, its block as a view (rows, columns) of `flat`).
+    """Splits `flat` into one block for each rank of the grid. A block has the rows and columns that the rank stores.
 
     Args:
         positions: each row's position in the output, sorted by the row of the grid that stores the row.
         flat: the blocks one after another, in rank order.
-        rows_per_grid_row: for each row of the grid, the number of rows.
-        columns, grid_columns: the number of columns of the table, and of the grid.
+        rows_per_grid_row: for each row of the grid, the number of rows that it stores.
+        columns: the number of columns of the table.
+        grid_columns: the number of columns of the grid.
+
+    Returns:
+        For each rank: (the positions of its rows in the output, its first column, its last column + 1, its block as a
+            view (rows, columns) of `flat`).
     """
     bounds = [own_columns(columns, grid_columns, c) for c in range(grid_columns)]
     parts = iter(flat.split([rows * (last - first) for rows in rows_per_grid_row for first, last in bounds]))

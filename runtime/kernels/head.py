@@ -39,7 +39,7 @@ def scored_positions(labels: Tensor, ignore_index: int, num_rows: int) -> list[T
 
 def _own_labels(labels: Tensor, logits: Tensor, rank: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Finds the labels whose rows are in this rank's shard of the table. Returns (mask of these labels (P,), each
-    label's row in the shard (P,)). The rows of all other labels are meaningless.
+    label's row in the shard (P,)). The row of a label outside the shard is meaningless.
 
     Args:
         labels: (P,), row indices in the whole table.
@@ -91,8 +91,6 @@ def gradient_of_steps(gradient: Tensor, values: list[Tensor], steps: str) -> Ten
 
 def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, rank: int, group_size: int) -> Tensor:
     """Implements the op `head_statistics`: computes the softmax statistics of this rank's columns of the logits.
-    Returns (P, 3): the maximum, the sum of exponentials relative to it, and the label's logit (0 if another rank has
-    it). For smoothed labels, returns (P, 4), with the sum of the logits.
 
     Args:
         logits: (P, V'), this rank's columns of the logits at all positions.
@@ -100,6 +98,11 @@ def head_statistics(logits: Tensor, labels: Tensor, smooths: bool, steps: str, r
         smooths: whether the loss smooths labels.
         steps: element-wise steps to apply to the logits first, as text.
         group_size: the number of ranks.
+
+    Returns:
+        (P, 3): the maximum, the sum of the exponentials of the logits minus this maximum, and the label's logit, or 0
+            if another rank has the label. If the loss smooths labels, (P, 4), where the last column is the sum of the
+            logits.
     """
     values = apply_steps(logits, steps)[-1].to(softmax_dtype(steps, logits.dtype))
     # A finite maximum avoids nan if all logits of a rank are -inf.
@@ -177,8 +180,8 @@ def _label_weights(weight: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
 def head_smoothing(
     statistics: list[Tensor], log_sums: Tensor, positions: Tensor, like: Tensor, num_rows: int, group_size: int
 ) -> Tensor:
-    """Implements the op `head_smoothing`: returns the sum of the log-softmax over all classes for each label (L,). It
-    is 0 for ignored labels.
+    """Implements the op `head_smoothing`: returns, for each label, the sum of the log-softmax over all classes (L,).
+    The sum is 0 for ignored labels.
 
     Args:
         statistics: for each chunk of positions, the results of `head_statistics` from all ranks.
@@ -202,8 +205,8 @@ def head_coefficients(
     reduction: int,
     num_rows: int,
 ) -> Tensor:
-    """Implements the op `head_coefficients`: returns the coefficients of each position from which every rank computes
-    the gradient of its logits, (S, 2) or, for smoothed labels, (S, 4).
+    """Implements the op `head_coefficients`: computes, for each position, the coefficients from which every rank
+    computes the gradient of its logits. Returns (S, 2), or (S, 4) for smoothed labels.
 
     Args:
         grad_output: the gradient of the loss.

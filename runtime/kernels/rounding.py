@@ -35,12 +35,12 @@ def wire_elements(rows: int, columns: int, form: Format) -> int:
 
 
 def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Rounds a flat tensor to the format in which it is sent, "bf16", "fp16" or "int8". Returns the rounded values as a
-    flat tensor.
+    """Rounds a flat tensor to the format in which it is sent. Returns the rounded values as a flat tensor.
 
     Args:
         pieces: the shapes (rows, columns) of consecutive parts of `flat`. "int8" chooses a scale for each row of a
             piece.
+        form: "bf16", "fp16" or "int8".
     """
     if form != "int8":
         return flat.to(DTYPES[form])
@@ -54,7 +54,13 @@ def encode(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 
 
 def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Decodes `sent`, the result of `encode`, into the flat tensor `out`. `pieces` and `form` are as for `encode`."""
+    """Decodes a tensor that `encode` has returned.
+
+    Args:
+        out: the flat tensor to write.
+        sent: the result of `encode`.
+        pieces, form: as for `encode`.
+    """
     if form != "int8":
         return out.copy_(sent)
     for values, coded in _equal_width_runs(out, sent, pieces):
@@ -65,8 +71,11 @@ def decode_into(out: Tensor, sent: Tensor, pieces: Pieces, form: Format) -> Tens
 
 
 def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
-    """Returns the values that arrive after a flat tensor is rounded and sent: `encode`, then `decode_into`. The
-    arguments are those of `encode`.
+    """Returns the values that a receiver gets if a flat tensor is rounded and sent, by calling `encode` and
+    `decode_into`.
+
+    Args:
+        pieces, form: as for `encode`.
     """
     return decode_into(torch.empty_like(flat), encode(flat, pieces, form), pieces, form)
 
@@ -74,15 +83,16 @@ def round_trip(flat: Tensor, pieces: Pieces, form: Format) -> Tensor:
 def as_blocks(elements: int) -> Pieces:
     """Divides the elements of a dense tensor into blocks of `BLOCK` elements, each of which is rounded separately.
 
-    Returns the shapes (rows, columns) in which to view the two parts of the flat tensor, with one block per row: all
-    full blocks, and the shorter last block.
+    Returns:
+        The shapes (rows, columns) of two consecutive parts of the flat tensor: all full blocks, and the shorter last
+            block. Each row of a part is one block.
     """
     return [(elements // BLOCK, BLOCK), (1, elements % BLOCK)]
 
 
 def _exponents(values: Tensor) -> Tensor:
-    """Returns the exponent e of the quantization step 2^e of each row of `values`, (rows,) int32. It is `_NOT_FINITE`
-    for a row with infinite or nan values.
+    """Returns the exponent e of the quantization step 2^e of each row of `values`, as int32 (rows,). For a row that has
+    infinite or nan values, the exponent is `_NOT_FINITE`.
     """
     largest = values.abs().amax(1)
     mantissa, exponents = torch.frexp(largest)  # largest = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
@@ -100,7 +110,7 @@ def _equal_width_runs(flat: Tensor, sent: Tensor, pieces: Pieces) -> Iterator[tu
     with equal numbers of columns.
 
     Args:
-        flat, sent: the flat tensors of values and of encoded values, of which views are yielded.
+        flat, sent: the flat tensors of values and of encoded values. The yielded tensors are views of them.
         pieces: the shapes (rows, columns) of consecutive parts of `flat`.
     """
     at = of_codes = 0

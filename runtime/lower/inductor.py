@@ -35,7 +35,7 @@ def check_toolchain(devices: Collection[str]) -> None:
         devices: the types of the model's devices.
 
     Raises:
-        ValueError: no C++ compiler, or no Triton for a model on CUDA.
+        ValueError: no C++ compiler works, or no Triton works for a model on CUDA.
     """
     try:
         get_cpp_compiler()
@@ -52,7 +52,9 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program (the compute between two communications). Equal regions are compiled once."""
+    """Compiles the regions of one program with Inductor. A region is the compute between two communications. Equal
+    regions are compiled once.
+    """
 
     def __init__(self) -> None:
         self._compiled: dict[str, Compiled] = {}
@@ -111,8 +113,8 @@ class RegionCompiler:
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Opens a context without the user's autocast, inference and gradient modes, because the graph contains casts and
-    the backward.
+    """Opens a context that disables autocast, inference mode and gradients, because the graph already contains the
+    casts and the backward.
     """
     with (
         torch.autocast("cpu", enabled=False),

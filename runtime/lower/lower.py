@@ -53,7 +53,8 @@ def lower_phase(
     Args:
         module: the phase's graph, in which placeholders and outputs have roles.
         call: returns the runtime function that a node calls, or None to call a kernel or one of torch's ops.
-        compile_region: compiles a region, the compute between two communications. None to call each op separately.
+        compile_region: compiles a region, which is the compute between two communications. None to call each op
+            separately.
     """
     kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
@@ -83,7 +84,8 @@ def lower_phase(
 
 
 def phase_source(phase: Phase) -> str:
-    """Returns the Python source of a lowered phase. Each line that launches a collective has its id as a comment.
+    """Returns the Python source of a lowered phase. Each line that launches a collective ends with a comment that has
+    the id of the collective.
 
     Assignments that only free values are left out, and calls of runtime methods are shown by the methods' names.
     """

@@ -44,7 +44,8 @@ class Region:
     Attributes:
         module: the graph of the region, with one placeholder for each input and one tuple of outputs.
         inputs: the fake tensors and symbolic sizes of the inputs.
-        fixed: positions of inputs that are at the same address in every step: parameters, buffers, shards.
+        fixed: positions of the inputs that are at the same address in every step, such as parameters, buffers and
+            shards.
         kept: whether a result may outlive the step, or be read on another CUDA stream.
     """
 
@@ -127,8 +128,8 @@ def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Returns nodes whose values are the symbolic sizes that a region needs and cannot read from the sizes of its
-    inputs. Inserts such nodes where needed. Returns None if a size cannot be computed before the region.
+    """Returns nodes whose values are the symbolic sizes that a region needs and that are not sizes of its inputs.
+    Inserts such nodes where needed. Returns None if a size cannot be computed before the region.
 
     Args:
         nodes: the region's nodes.
@@ -189,7 +190,9 @@ def _extract_region(
 
     Args:
         root: the module that owns the graph's constants.
-        inputs, outputs: the nodes that the region reads, and those of its nodes that are read outside of it.
+        nodes: the nodes of the region.
+        inputs: the nodes outside of the region that the region reads.
+        outputs: the nodes of the region that are read outside of it.
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -208,8 +211,8 @@ def _extract_region(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Returns whether a node's value is at the same memory address in every step: a parameter, buffer or shard, or its
-    update in place.
+    """Returns whether a node's value is at the same memory address in every step. This holds for a parameter, buffer or
+    shard, and for its in-place update.
     """
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
@@ -239,7 +242,8 @@ def _replace_by_call(
 
     Args:
         nodes: the region's nodes, which are erased.
-        inputs, outputs: the nodes that the region reads, and those of its nodes that are read outside of it.
+        inputs: the nodes outside of the region that the region reads.
+        outputs: the nodes of the region that are read outside of it.
     """
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(pack_arguments, tuple(inputs))

@@ -47,8 +47,8 @@ class _Layer(NamedTuple):
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Returns (input (R, I), initial state, weights), cast to the dtype in which the "loop" kernel computes. The
-        input's time steps are flattened.
+        """Returns (input (R, I), initial hidden state, weights), cast to the dtype in which the "loop" kernel computes.
+        The input's time steps and sequences are flattened to rows.
         """
         dtype = compute_dtype(self.input)
         weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
@@ -56,8 +56,8 @@ class _Layer(NamedTuple):
 
 
 def rnn_layer(*arguments: Any) -> list[Tensor]:
-    """Runs one layer of a recurrent network in one direction. Returns [output, final hidden state, final cell state of
-    an LSTM, and tensors saved for the backward]. `embrace_fx.vocabulary.rnn_ops` lists the arguments.
+    """Runs one layer of a recurrent network in one direction. Returns [output, final hidden state, final cell state if
+    the layer is an LSTM, tensors saved for the backward]. `embrace_fx.vocabulary.rnn_ops` lists the arguments.
     """
     layer = _Layer(*arguments)
     walk = TimeOrder.of_input(layer.input, layer.batch_sizes, layer.reverse)
@@ -70,8 +70,8 @@ def rnn_layer(*arguments: Any) -> list[Tensor]:
 
 
 def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: Any) -> list[Tensor]:
-    """Computes the gradients of `rnn_layer`. Returns [gradient of the input if requested, of h0, of c0 for an LSTM, of
-    each weight].
+    """Computes the gradients of `rnn_layer`. Returns [gradient of the input if requested, gradient of h0, gradient of
+    c0 if the layer is an LSTM, gradient of each weight].
 
     Args:
         grad_output, grad_h, grad_c: the gradients of the output and of the final states, or None.
@@ -100,7 +100,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
 
 
 def _no_autocast(input: Tensor) -> torch.autocast:
-    """Returns a context without autocast, which has already been applied by casts in the graph."""
+    """Returns a context that disables autocast, because the graph already contains the casts."""
     return torch.autocast(input.device.type, enabled=False)
 
 
@@ -152,12 +152,12 @@ def _loop_backward(
 
 
 def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:
-    """Adds up the gradients of a layer's rows, where a row is one sequence at one time step. Returns (R, ...).
+    """Sums the gradients of a layer's rows, where a row is one sequence at one time step. Returns (R, ...).
 
     Args:
         grad_rows: the gradient of all rows, or None.
-        grad_final: (B, ...), the gradient of each sequence's final state, added to the row that is processed last. Or
-            None.
+        grad_final: (B, ...), the gradient of each sequence's final state, or None. It is added to the row that is
+            processed last.
         rows: (R, ...), the rows.
     """
     total = torch.zeros_like(rows)
@@ -180,8 +180,8 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its weights are passed in their
-    place and are not read.
+    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its two weights are returned
+    twice; oneDNN does not read the last two.
     """
     # Without biases, pass the weights again: the call has arguments for biases, but does not read them.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
@@ -222,8 +222,8 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 
 def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
-    """Reverses every sequence in time if the layer runs backward in time, because cuDNN is only called forward in time.
-    A second call restores the order.
+    """Reverses every sequence in time if the layer runs backward in time, because cuDNN is called only for layers that
+    run forward in time. A second call restores the order.
 
     Args:
         rows: the values of each sequence at each time step.
@@ -250,8 +250,8 @@ def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 
 
 def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None) -> tuple[Any, ...]:
-    """Returns the first arguments of cuDNN's calls, which are equal in forward and backward: (input, weights, number of
-    weights, packed weights, h0, c0).
+    """Returns the first arguments of cuDNN's calls, which are the same in forward and backward: (input, weights, number
+    of weights, packed weights, h0, c0).
     """
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()

@@ -49,8 +49,8 @@ class TimeOrder:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Returns, for each row, the state before the row is processed: that of the sequence's previous row in
-        processing order, or the sequence's initial state. Shaped like `rows` (R, ...).
+        """Returns, for each row, the state before the row is processed: the state after the sequence's previous row in
+        processing order, or the sequence's initial state. The result has the shape of `rows` (R, ...).
 
         Args:
             initial: (B, ...), the initial state of each sequence.
@@ -64,10 +64,11 @@ class TimeOrder:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns (the index of each sequence's row that is processed first (B,), the index of the row processed last
-        (B,)).
+        """Returns, for each sequence, (the index of the row that is processed first (B,), the index of the row that is
+        processed last (B,)).
 
-        Example: with sizes [2, 1], forward, sequence 0 has rows 0 and 2, and sequence 1 has row 1: ([0, 1], [2, 1]).
+        Example: with sizes [2, 1], sequence 0 has rows 0 and 2, and sequence 1 has row 1. The result is ([0, 1], [2,
+        1]) if the layer runs forward in time.
         """
         alive_TB, row_TB = self._table()
         early = row_TB[0]
@@ -76,9 +77,10 @@ class TimeOrder:
         return _copy_indices(first, device), _copy_indices(last, device)
 
     def reversal(self, device: torch.device) -> Tensor:
-        """Returns the permutation of rows (R,) that reverses every sequence in time. It is its own inverse.
+        """Returns the permutation of rows (R,) that reverses every sequence in time. The permutation is its own
+        inverse.
 
-        Example: with sizes [2, 1], sequence 0 has rows 0 and 2, which change places: [2, 1, 0].
+        Example: with sizes [2, 1], sequence 0 has rows 0 and 2, which are swapped. The result is [2, 1, 0].
         """
         alive_TB, row_TB = self._table()
         step_T1 = torch.arange(len(self.sizes), device="cpu").unsqueeze(1)
@@ -95,8 +97,8 @@ class TimeOrder:
 
 
 def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Returns the state (rows, ...) with which a time step starts. Drops sequences that have ended from `before`, or
-    appends the initial states of sequences that begin.
+    """Returns the state (rows, ...) with which a time step starts. Leaves out the state of sequences that have ended,
+    or appends the initial state of sequences that begin.
 
     Args:
         initial: (B, ...), the initial state of each sequence.
@@ -127,13 +129,18 @@ def _sum_of_biases(w: LayerWeights) -> Tensor | None:
 def _weight_gradients(
     delta_x: Tensor, delta_h: Tensor, x: Tensor, previous: Tensor, w: LayerWeights, input_grad: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Computes the gradients of a layer's input and weights. Returns (gradient of the input (R, I), or None unless
-    `input_grad`; [gradients of the input weight and hidden weight, and of both biases if there are any]).
+    """Computes the gradients of a layer's input and weights.
 
     Args:
-        delta_x, delta_h: (R, G*H), the gradients of the input's product with its weight and of the hidden state's.
+        delta_x: (R, G*H), the gradient of the product of the input and its weight.
+        delta_h: (R, G*H), the gradient of the product of the hidden state and its weight.
         x: (R, I), the input.
         previous: the hidden state before each row.
+        input_grad: whether to compute the gradient of the input.
+
+    Returns:
+        (Gradient of the input (R, I) or None, [gradient of the input weight, gradient of the hidden weight, gradients
+            of both biases if there are any]).
     """
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
@@ -147,8 +154,8 @@ class Backward:
 
     Attributes:
         input: the gradient of the input (R, I), or None if it is not needed.
-        h0, c0: the gradients of the initial hidden state (B, P) and cell state (B, H). `c0` is None unless the layer is
-            an LSTM.
+        h0: the gradient of the initial hidden state (B, P).
+        c0: the gradient of the initial cell state (B, H) of an LSTM; None for other layers.
         weights: the gradients of the layer's weights and biases.
     """
 
@@ -159,8 +166,8 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H), and with a projection the
-    hidden states before it (R, H)].
+    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H)]. If the layer has a
+    projection, also returns the hidden states before the projection (R, H).
 
     Args:
         x: (R, I), the input.
@@ -256,7 +263,8 @@ def lstm_backward(
 
 
 def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent half of the new gate (R, H)].
+    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent part of the new gate before it is
+    multiplied by the reset gate (R, H)].
 
     Args:
         x: (R, I), the input.

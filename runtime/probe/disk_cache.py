@@ -41,7 +41,8 @@ def read_cached(kind: type[T], *key: Any) -> T | None:
     """Reads a value of class `kind` that `write_cached` has stored under the same key, or returns None.
 
     Args:
-        key: everything that the value depends on, printable by `repr`. The versions of torch and embrace_fx are added.
+        key: everything that the value depends on, printable by `repr`. The versions of torch and embrace_fx are added
+            to the key.
     """
     folder = cache_folder()
     if folder is None:
@@ -71,8 +72,8 @@ def write_cached(value: Any, *key: Any) -> None:
 
 
 def _file_name(kind: type[Any], key: tuple[Any, ...]) -> str:
-    """Returns the name of the cache file for a class of values and a key. It differs for each version of torch and of
-    this package.
+    """Returns the name of the cache file for a class of values and a key. The name differs for each version of torch
+    and of this package.
     """
     versions = torch.__version__, metadata.version("embrace-fx")
     return f"{kind.__name__.lower()}-{hashlib.sha256(repr((versions, key)).encode()).hexdigest()[:32]}.json"

@@ -26,9 +26,12 @@ SPARSE = 8
 
 
 def do_exchange_work(dense: Tensor, ids: Tensor) -> None:
-    """Does the processor's part of exchanging the sparse gradient of a table, without sending anything, in order to
-    time it: gathers the rows `ids` (K,) of `dense` (V, d), encodes and decodes them, sums them by id and writes them
-    back.
+    """Does the processor's part of exchanging the sparse gradient of a table, to measure its time. Gathers rows,
+    encodes and decodes them, sums them by id and writes them back. Sends nothing.
+
+    Args:
+        dense: (V, d), the gradient of the table.
+        ids: (K,), the rows to exchange.
     """
     num_rows, width = dense.shape
     flat = encode_records(ids, dense.index_select(0, ids), num_rows).view(-1)

@@ -16,12 +16,13 @@ _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def measure_links(communicator: Communicator, sent_bytes: int, device: torch.device) -> Cluster | None:
-    """Returns the speed of the links between ranks for each collective, or None if a step sends too little for it to
-    matter. Uses a cached result if there is one. Collective.
+    """Returns the speed of the links between ranks for each collective, from a cache if possible. Returns None if a
+    step sends so little that the speed does not matter. Collective.
 
-    If all ranks are on one host and two short measurements agree with typical links within a host, those are returned,
-    so that all runs get the same plan. Otherwise the result of an earlier run between the same hosts is returned if a
-    short measurement agrees with it. Otherwise the links are measured. Only rank 0 reads and writes the cache.
+    If all ranks are on one host and two short measurements agree with typical links within a host, the typical links
+    are returned, so that all runs get the same plan. Otherwise, if a short measurement agrees with the result of an
+    earlier run between the same hosts, that result is returned. Otherwise the links are measured. Only rank 0 reads and
+    writes the cache.
 
     Args:
         sent_bytes: approximate bytes that a step sends; equal on all ranks.
@@ -31,7 +32,7 @@ def measure_links(communicator: Communicator, sent_bytes: int, device: torch.dev
     recalled: list[Cluster | None] = []
 
     def cached_links() -> tuple[Cluster | None, bool]:
-        """Returns the links that rank 0 has cached, or None, and whether all ranks run on one machine."""
+        """Returns (the links that rank 0 has cached, or None; whether all ranks run on one machine)."""
         key.extend(communicator.gather(_machine_key(device), tuple[str, ...]))
         own = read_cached(Cluster, *key) if communicator.rank == 0 else None
         recalled.append(communicator.gather(own, Cluster | None)[0])

@@ -18,8 +18,8 @@ of ms."""
 
 
 def measure_pace(device: torch.device, estimated: Compute, synchronize: Callable[[], None]) -> float:
-    """Measures how fast this rank computes, relative to the cost model's estimate. Returns the ratio of estimated to
-    measured time: 2 means twice as fast as estimated.
+    """Measures how fast this rank computes, relative to the cost model's estimate. Returns the ratio of the estimated
+    time to the measured time. For example, 2 means that the rank is twice as fast as estimated.
 
     The measured work is a matrix product and a pass over memory, because models are a mixture of both.
 
@@ -59,8 +59,10 @@ def make_reference_work(device: torch.device) -> Callable[[], None]:
 
 
 def expected_ms(estimated: Compute) -> float:
-    """Predicts the milliseconds of the work of `make_reference_work` at the speed that the cost model assumes
-    (`estimated`).
+    """Predicts how many milliseconds the work of `make_reference_work` takes.
+
+    Args:
+        estimated: the speed that the cost model assumes.
     """
     product_ms = estimated.time_ms(2 * PRODUCT**3, 3 * PRODUCT**2 * ELEMENT_BYTES)
     return product_ms + estimated.time_ms(0, 2 * MOVED * ELEMENT_BYTES)

@@ -130,7 +130,8 @@ def probe_cluster(
     """Measures the speed of the links between ranks for each collective, and how fast processors handle gradients.
     Returns the same cluster on all ranks, or the default cluster for a single rank. Collective.
 
-    The cluster's `links` are measured with several launches in flight, its latency with one AllReduce at a time.
+    The cluster's `links` are measured with several launches in flight. Its latency is measured with one AllReduce at a
+    time.
 
     Args:
         device: the device whose tensors are sent.
@@ -164,7 +165,7 @@ def probe_cluster(
 
 
 def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
-    """Measures by what share of a large AllReduce's duration it delays concurrent compute on the same processors.
+    """Measures the share of a large AllReduce's duration by which it delays concurrent compute on the same processors.
     `links` are the measured links between ranks. Collective.
     """
     own_bytes = bytes_for_rate(links, communicator.world_size)
@@ -199,8 +200,8 @@ def measure_handling(communicator: Communicator, device: torch.device = CPU) -> 
 
 
 def together_ms(communicator: Communicator, run: Callable[[], None], device: torch.device = CPU) -> float:
-    """Measures how many milliseconds a call of `run`, which computes on `device`, takes while all ranks run it. Returns
-    the mean over ranks. Collective.
+    """Measures how many milliseconds a call of `run`, which computes on `device`, takes while all ranks call it.
+    Returns the mean over ranks. Collective.
     """
     run()
     spans_ms = [_span_ms(communicator, run, device) for _ in range(HANDLED_SPANS)]
@@ -242,16 +243,16 @@ def loopback(ranks: int) -> Cluster:
 
 
 def _host_links(communicator: Communicator, computes_on: torch.device) -> Cluster | None:
-    """Returns typical links between ranks on one host, or None if AllReduces of these ranks are slower or the model is
-    not on the CPU. `computes_on` is the model's device. Collective.
+    """Returns typical links between ranks on one host. Returns None if AllReduces of these ranks are slower, or if the
+    model's device, `computes_on`, is not the CPU. Collective.
     """
     usual = communicator.gather(loopback(communicator.world_size), Cluster)[0]
     return usual if computes_on.type == "cpu" and is_loopback(communicator, usual) else None
 
 
 def is_loopback(communicator: Communicator, usual: Cluster) -> bool:
-    """Returns whether a small and a large AllReduce are about as fast as predicted from `usual`, typical links between
-    ranks on one host. Collective.
+    """Returns whether a small and a large AllReduce are about as fast as predicted from `usual`, which are typical
+    links between ranks on one host. Collective.
     """
     for own_bytes in (FIRST_BYTES, MOST_BYTES):
         launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
@@ -303,12 +304,16 @@ def probed_links(
 
 
 def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.device = CPU) -> Cluster | None:
-    """Returns the links between ranks if they are known; otherwise measures AllReduce alone, in a tenth of the time of
-    a full measurement, and returns its link for all collectives. Returns None if a step sends less than one chunk.
-    Collective.
+    """Returns the links between ranks if they are known. Otherwise measures only AllReduce, which takes a tenth of the
+    time of a full measurement, and uses the measured link for all collectives. Returns None if a step sends less than
+    one chunk. Collective.
 
-    Times predicted from this estimate may differ by a factor of `GLANCE_ERROR` from those of a full measurement. The
-    arguments are those of `probed_links`: approximate bytes that a step sends, and the device whose tensors are sent.
+    Times predicted from this estimate may differ by a factor of `GLANCE_ERROR` from predictions after a full
+    measurement.
+
+    Args:
+        sent_bytes: the approximate number of bytes that a step sends; equal on all ranks.
+        device: the device of the tensors that are sent.
     """
     if communicator.group is None or sent_bytes <= MIN_CHUNK_BYTES:
         return None
@@ -331,10 +336,13 @@ def estimate_links(communicator: Communicator, sent_bytes: int, device: torch.de
 def links_still_hold(
     communicator: Communicator, links: Cluster, device: torch.device = CPU, on_one_host: bool = False
 ) -> bool:
-    """Returns whether a small and a large AllReduce take about as long as predicted from earlier measured links.
-    Collective.
+    """Returns whether a small and a large AllReduce take about as long as predicted from links that were measured
+    earlier. Collective.
 
-    If all ranks are `on_one_host`, a larger difference is tolerated, because busy processors cause it too.
+    Args:
+        links: the links that were measured earlier.
+        on_one_host: whether all ranks are on one host. A larger difference is then tolerated, because busy processors
+            also cause it.
     """
     for own_bytes, alike in (
         (FIRST_BYTES, ALIKE_START_UP),
@@ -361,14 +369,14 @@ def bytes_for_rate(links: Cluster, world_size: int) -> int:
 
 
 def fit_link(samples: Sequence[Sample]) -> Link:
-    """Fits a link's bandwidth, latency and minimum time to measured times of one collective, for two sizes or more.
+    """Fits a link's bandwidth, latency and minimum time to the measured times of one collective for several sizes.
 
-    The bandwidth follows from the difference of the two largest sizes, within bounds that the largest size sets. The
-    minimum time is that of the smallest size. The latency is what larger sizes take beyond the time of their bytes. If
-    larger sizes take no longer than smaller ones, the latency is 0.
+    The bandwidth is computed from the difference of the two largest sizes, within bounds computed from the largest
+    size. The minimum time is the time of the smallest size. The latency is the time of larger sizes minus the time to
+    send their bytes. If larger sizes take no longer than smaller ones, the latency is 0.
 
     Raises:
-        ValueError: fewer than two sizes.
+        ValueError: the samples have fewer than two sizes.
     """
     if len({sample.sent.sent_bytes for sample in samples}) < 2:
         raise ValueError(f"fit_link(): expected samples of at least two sizes, but got {list(samples)}.")
@@ -435,8 +443,9 @@ def median_ms(
     in_flight: int,
     device: torch.device,
 ) -> float:
-    """Returns the milliseconds of a collective that `launch` starts: the median over `runs` runs, each timed by the
-    slowest rank. A run starts it `launches` times, with at most `in_flight` in flight at once. Collective.
+    """Returns the milliseconds of a collective that `launch` starts: the median over `runs` runs, where the slowest
+    rank determines a run's time. A run starts the collective `launches` times, with at most `in_flight` in flight at
+    once. Collective.
     """
     own_ms = torch.tensor(
         [mean_ms(communicator, launch, launches, in_flight, device) for _ in range(runs)], device=device
@@ -448,8 +457,8 @@ def median_ms(
 def mean_ms(
     communicator: Communicator, launch: Callable[[], InFlight], runs: int, in_flight: int, device: torch.device
 ) -> float:
-    """Starts a collective by `launch`, `runs` times, with at most `in_flight` in flight at once. Waits for all ranks
-    first. Returns the mean milliseconds of one on this rank.
+    """Waits for all ranks, then starts a collective `runs` times by calling `launch`, with at most `in_flight` in
+    flight at once. Returns the mean milliseconds of one collective on this rank.
     """
     _wait_for_ranks(communicator, device)
     start_s = time.perf_counter()
@@ -473,7 +482,7 @@ def _wait_for_ranks(communicator: Communicator, device: torch.device) -> None:
 def make_launch(
     communicator: Communicator, collective: Collective, own_bytes: int, device: torch.device
 ) -> Callable[[], InFlight]:
-    """Returns a function that launches a collective of zeros, in which each rank contributes `own_bytes`."""
+    """Returns a function that launches a collective of zeros, to which each rank contributes `own_bytes` bytes."""
     ranks = communicator.world_size
     group = communicator.process_group(_GROUPS[collective])
     own = torch.zeros(own_bytes // 4 // ranks * ranks, device=device)

@@ -31,14 +31,18 @@ class Load:
 
     @classmethod
     def of_this_rank(cls, took_ms: float, wall_ms: float) -> Load:
-        """Returns the load of this rank, given the measured times. The arguments are fields of the load."""
+        """Returns the load of this rank.
+
+        Args:
+            took_ms, wall_ms: the measured times, as in `Load`.
+        """
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
 
 
 def delay_share(loads: Sequence[Load]) -> float:
-    """Returns by what share of its duration, from 0 to 1, a collective delays concurrent compute on the same host.
-    Returns the largest share of all hosts.
+    """Returns the share of a collective's duration, from 0 to 1, by which the collective delays concurrent compute on
+    the same host. If the share differs between hosts, returns the largest one.
 
     Cores on which no rank computes do a collective's work without delay. The rest of the work is spread over all cores.
 

@@ -54,8 +54,8 @@ class AdamStep(NamedTuple):
             root of the bias correction of v.
         betas, eps, maximize: the optimizer's options.
         correction: 1 / sqrt(1 - beta2^t) for Adam and AdamW; 1 for SparseAdam, which adds eps to the uncorrected root.
-        weight_decay: the factor of the weight that is added to the gradient (Adam).
-        shrink: the factor by which the weight is multiplied before the step, 1 - lr * weight_decay (AdamW).
+        weight_decay: for Adam, the factor of the weight in the term that is added to the gradient.
+        shrink: for AdamW, the factor by which the weight is multiplied before the step: 1 - lr * weight_decay.
     """
 
     step_size: float

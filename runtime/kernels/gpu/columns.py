@@ -34,10 +34,12 @@ def _move_columns(
 
     Args:
         rows: (U', D), the rows.
-        positions: (U,), the indices in `rows` of the rows to copy. Not read unless `SELECTED`.
+        positions: (U,), the indices in `rows` of the rows to copy. Read only if `SELECTED`; otherwise all rows are
+            copied.
         flat: (U * D,), the blocks: for each rank, its columns of all copied rows.
         count: the number of rows to copy (U).
-        width, block_width: the number of columns of a row (D), and of each block but the last.
+        width: the number of columns of a row (D).
+        block_width: the number of columns of each block except the last one.
         PACK: whether to copy from `rows` to `flat`; otherwise from `flat` to `rows`.
         EVEN: whether all blocks are equally wide.
         ROWS, COLUMNS: the size of the tile.
@@ -111,7 +113,8 @@ def pack_columns(rows: Tensor, group_size: int, positions: Tensor | None = None)
 
 @on_tensor_device
 def unpack_columns(flat: Tensor, out: Tensor, group_size: int, positions: Tensor | None = None) -> Tensor:
-    """Copies blocks of columns, received from each rank, back into rows: the inverse of `pack_columns`. Returns `out`.
+    """Copies the blocks of columns received from each rank back into rows. Returns `out`. This is the inverse of
+    `pack_columns`.
 
     Args:
         flat: (U * D,), contiguous, the blocks in rank order.

@@ -31,7 +31,7 @@ def _decay(
         exp_avg, exp_avg_sq, max_exp_avg_sq: (V', d), Adam's running averages. The last one is read only if `AMSGRAD`.
         ids: (K,), the indices of the rows to update, one per program.
         taken: (V',), the number of steps that each row has applied so far, updated in place.
-        until: the number of steps that each row has applied afterwards (T).
+        until: the number of steps that each row has applied after the call (T).
         coefficients, largest, least_eps: the history of steps, as in `TakenSteps`.
         width: the number of columns of a row (d).
         bit: the fraction of a weight below which an update is negligible.
@@ -85,8 +85,10 @@ def _decay(
 
 @on_tensor_device
 def decay_rows(shard: Tensor, averages: Averages, ids: Tensor, taken: Tensor, history: TakenSteps) -> None:
-    """Applies deferred Adam steps to the rows `ids` of a table, in place, by a CUDA kernel. The arguments are those of
-    `embrace_fx.runtime.kernels.decay.decay_rows`.
+    """Applies deferred Adam steps to the rows `ids` of a table, in place, with a CUDA kernel.
+
+    Args:
+        shard, averages, ids, taken, history: as for `embrace_fx.runtime.kernels.decay.decay_rows`.
 
     Raises:
         ValueError: an argument is not contiguous.

@@ -62,16 +62,16 @@ Segments = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def find_segments(ids: Tensor, padding_rows: Sequence[int]) -> Segments:
-    """Groups rows by id, so that the rows of each group can be summed. The host synchronizes with the GPU once, to
-    learn the number of groups (K).
+    """Groups rows by id, so that the rows of each group can be summed. The host synchronizes with the GPU once, to get
+    the number of groups (K).
 
     Args:
         ids: (R,) int64, the id of each row.
         padding_rows: ids to leave out.
 
     Returns:
-        (unique ids (K,), sorted; the order (R,) that sorts the rows by id; where each group starts in the order (K,);
-            where it ends (K,)).
+        (unique ids (K,), sorted; the permutation (R,) that sorts the rows by id; the index in the permutation at which
+            each group starts (K,); the index at which it ends (K,)).
     """
     in_order, order = ids.sort(stable=True)
     first = in_order.diff(prepend=in_order.new_full((1,), -1)) != 0
