@@ -112,10 +112,11 @@ def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep,
 
 
 def _eviction_counts(sequence: EvictionSequence) -> list[int]:
-    """Returns up to nine counts, evenly spaced from one to all, of the storages of a sequence. They are tried as
-    numbers of storages to evict (recompute or offload).
+    """Returns up to nine numbers of storages to evict (recompute or offload), evenly spaced from one to all storages of
+    a sequence.
 
-    Evicting more storages may hold more bytes, because the backward holds recomputed values.
+    Several numbers are tried, because evicting more storages may increase the peak: the backward holds recomputed
+    values.
     """
     return sorted({1 + (len(sequence) - 1) * part // 8 for part in range(9)})
 
@@ -146,8 +147,8 @@ class _Search:
         self._best_ms = inf
 
     def best(self, sequences: Sequence[EvictionSequence]) -> SimulatedMemory | None:
-        """Returns, of the choices found in all sequences that fit the memory limit, the one that adds the least time to
-        a step. Returns None if none fits.
+        """Searches all sequences for choices that fit the memory limit. Returns the choice that adds the least time to
+        a step, or None if no choice fits.
         """
         found = [each for sequence in sequences for each in self._fitting_choices(sequence)]
         better = [self._save_again(*each) for each in sorted(found, key=lambda each: each[0].added_ms)[:BETTERED]]
@@ -155,8 +156,8 @@ class _Search:
 
     def _fitting_choices(self, sequence: EvictionSequence) -> Iterator[tuple[SimulatedMemory, EvictionSequence, int]]:
         """Yields the choice that evicts the fewest storages of a sequence and still fits the memory limit, with the
-        sequence and the number of evicted storages. Yields nothing if no choice fits, or if it would be slower than the
-        best one found.
+        sequence and the number of evicted storages. Yields nothing if no choice fits, or if the choice would be slower
+        than the best one found so far.
         """
         tried: dict[int, SimulatedMemory] = {}
 
@@ -185,8 +186,8 @@ class _Search:
         yield tried[high], sequence, high
 
     def _save_again(self, simulated: SimulatedMemory, sequence: EvictionSequence, count: int) -> SimulatedMemory:
-        """Saves storages again that a choice evicts, the last evicted first, where the choice then still fits the
-        memory limit and becomes faster. Returns the improved choice.
+        """Improves a choice: saves an evicted storage after all if the choice then becomes faster and still fits the
+        memory limit. Tries the last evicted storage first. Returns the improved choice.
 
         Args:
             simulated: the choice that evicts the first `count` storages of `sequence`.

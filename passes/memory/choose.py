@@ -173,7 +173,7 @@ def _in_both_orders(
 
 
 def _worth_deciding(memory: StepMemory) -> list[Storage]:
-    """Returns a step's saved storages, except those smaller than 1 % of their mean size."""
+    """Returns the saved storages of a step whose size is at least 1 % of their mean size."""
     saved = memory.saved
     mean = memory.saved_bytes / max(len(saved), 1)
     return [storage for storage in saved if storage.nbytes >= 0.01 * mean]
@@ -225,8 +225,9 @@ class _SegmentCutter:
 
 
 def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storage]:
-    """Returns the storages `candidates` of a step in the order of DELTA's filter. It repeatedly evicts, of the storages
-    in memory at the peak, the one with the largest product of bytes and unread time.
+    """Returns the storages `candidates` of a step in the order in which DELTA's filter evicts them. The filter
+    repeatedly evicts one of the storages that are in memory at the peak: the storage with the largest product of bytes
+    and unread time.
     """
     held = np.array(step.memory.bytes_at_node, dtype=np.int64)
     begin = np.array([s.last_forward for s in candidates], dtype=np.int64)
@@ -327,7 +328,10 @@ def _build_sequence(
 
 def _read_from_other_segments(step: TimedStep, segment: Sequence[int]) -> set[int]:
     """Returns the positions of nodes whose values another segment reads. These values are saved, because recomputation
-    starts from them. `segment` has, for each node of the forward, its segment or `NEVER`.
+    starts from them.
+
+    Args:
+        segment: for each node of the forward, its segment, or `NEVER` if it cannot be recomputed.
     """
     return {
         value

@@ -108,7 +108,7 @@ def place_copies(
 def _place_hidden(
     storages: Sequence[Storage], starts_ms: Sequence[float], backward: int, rate: CopyRate
 ) -> list[PlacedCopy]:
-    """Places each offload's wait as early, and each reload's start as late, as compute can hide the copies.
+    """Places the wait for each offload as early, and the start of each reload as late, as compute can hide the copies.
 
     Args:
         starts_ms: the start time of each node, followed by the end of the last node.
@@ -155,8 +155,11 @@ def _move_copy_closer(
 
 
 def _added_ms(copies: Sequence[PlacedCopy], starts_ms: Sequence[float], rate: CopyRate) -> float:
-    """Returns the milliseconds that copies add to a step: its waits for them, and the compute time that they take on
-    shared cores. `starts_ms` are the start times of all nodes, followed by the end of the last one.
+    """Returns the milliseconds that copies add to a step: the time that the step waits for them, and the compute time
+    that they take on shared cores.
+
+    Args:
+        starts_ms: the start time of each node, followed by the end of the last node.
     """
     events: list[tuple[int, int, int]] = []  # (position, kind of event, index of the copy)
     for k, copy in enumerate(copies):

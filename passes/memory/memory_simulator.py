@@ -37,7 +37,8 @@ class _Positions:
     Attributes:
         own: the new position of each original node, followed by the number of all nodes.
         again: indices of the original nodes that run again, in execution order.
-        copies: for each original node, the position at which it runs again; only those in `again` count.
+        copies: for each original node in `again`, the position at which it runs again. The values of other nodes are
+            meaningless.
     """
 
     own: Numbers
@@ -109,8 +110,8 @@ class MemorySimulator:
         return found
 
     def _positions(self, choice: Choice, again: set[int]) -> _Positions:
-        """Returns the positions of all nodes once the recomputed ones are inserted. Those of a segment (nodes that are
-        recomputed together) come before the backward's first node that reads one of them.
+        """Returns the positions of all nodes after the recomputed nodes are inserted. All nodes of a segment (nodes
+        that are recomputed together) are inserted before the backward's first node that reads one of them.
 
         Args:
             again: indices of the nodes that the backward runs again.

@@ -62,7 +62,7 @@ def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
 
 
 def view_of(node: fx.Node) -> fx.Node | None:
-    """Returns the node of which this node is a view, or None if it is not a view."""
+    """Returns the node that `node` is a view of, or None if `node` is not a view."""
     if node.op != "call_function":
         return None
     if node.target in SHARES_MEMORY:

@@ -94,8 +94,8 @@ class _RecomputedPiece:
 
 
 class _MinimumCuts:
-    """Finds the storages to recompute in the backward. Storages are linked if one is computed cheaply from the other,
-    and each connected component of them is solved by a minimum cut.
+    """Finds the storages to recompute in the backward. Two storages are linked if one is cheap to compute from the
+    other. A minimum cut decides which storages to recompute in each connected component of linked storages.
     """
 
     def __init__(self, graph: TrainingGraph, found: StepMemory, node_ms: NodeMs) -> None:
@@ -146,8 +146,8 @@ class _MinimumCuts:
         return found
 
     def _storages_read_to_make(self, storage: Storage) -> list[Storage] | None:
-        """Returns the other storages that the nodes which compute `storage` read, or None if `storage` cannot be
-        recomputed cheaply.
+        """Returns the other storages that must be read to compute `storage`, or None if `storage` cannot be recomputed
+        cheaply.
         """
         if storage.dies == len(self._held.nodes):
             return None
@@ -166,8 +166,8 @@ class _MinimumCuts:
         return list(read)
 
     def _pieces(self) -> Iterator[_RecomputedPiece]:
-        """Yields, for each connected component of linked storages, the recomputation that a minimum cut finds, if it
-        saves enough bytes.
+        """Yields the recomputation that a minimum cut finds for each connected component of linked storages. Leaves out
+        components whose recomputation does not save enough bytes.
         """
         reads: nx.Graph[Storage] = nx.Graph()
         reads.add_nodes_from(self._storages)
@@ -179,8 +179,8 @@ class _MinimumCuts:
                     yield piece
 
     def _cut(self, storages: Sequence[Storage]) -> _RecomputedPiece | None:
-        """Returns the recomputation of these storages that saves the most bytes, or None if it saves too few bytes for
-        the number of ops that it runs.
+        """Returns the recomputation of these storages that saves the most bytes. Returns None if it saves too few bytes
+        for the number of ops that it runs.
         """
         position = {s: k for k, s in enumerate(storages)}
         outlives = [s.dies == len(self._held.nodes) for s in storages]
@@ -206,13 +206,13 @@ class _MinimumCuts:
 
 
 def cheapest_to_save(sizes: Sequence[int], sources: Mapping[int, Sequence[int]], needed: Iterable[int]) -> set[int]:
-    """Returns the indices of the storages to save: those with the fewest bytes from which all needed storages can be
-    computed. They are found by a minimum cut.
+    """Finds, by a minimum cut, the set of storages with the fewest bytes from which all needed storages can be
+    computed. Returns the indices of these storages, which are to be saved.
 
     Args:
         sizes: bytes of each storage.
-        sources: maps the index of a storage that may be recomputed to those of the storages that its recomputation
-            reads.
+        sources: maps the index of each storage that may be recomputed to the indices of the storages that its
+            recomputation reads.
         needed: indices of the storages that the backward reads.
     """
     # (storage, False) is the input side of a storage, (storage, True) its output side.

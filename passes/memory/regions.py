@@ -80,8 +80,8 @@ def insert_copies(graph: TrainingGraph) -> list[fx.Node]:
 def can_recompute(node: fx.Node, written: frozenset[object]) -> bool:
     """Returns whether a node may run again in the backward: it returns tensors and has no other effect.
 
-    Nodes that return sizes may not, nor may readers of a parameter that the forward overwrites (`max_norm`), because
-    they would read another value.
+    A node that returns sizes may not run again. A node that reads a parameter that the forward overwrites (`max_norm`)
+    may not either, because it would read a different value.
 
     Args:
         written: the parameters, buffers and batch tensors that the forward writes.
@@ -146,8 +146,11 @@ class _RecomputedCopies:
         return paths
 
     def _level(self, value: fx.Node, reader: Path | None) -> int:
-        """Returns the level (number of outermost regions) whose recomputed copy of `value` a reader must read; 0 for
-        the original. `reader` are the regions around the reader, or None if it is not in a region.
+        """Returns the level of the recomputed copy of `value` that a reader must read, which is the number of outermost
+        regions that the copy belongs to. Returns 0 if it must read the original.
+
+        Args:
+            reader: the regions around the reader, or None if it is not in a region.
         """
         path = self._paths.get(value, ())
         shared = len(path)

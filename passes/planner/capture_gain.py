@@ -82,8 +82,8 @@ class Capture:
         return f"{saved}, and a capture would take {self.capture_ms / 1e3:.1f} s"
 
     def _hidden_ms(self, plan: Plan) -> float:
-        """Predicts how many milliseconds of gradient AllReduces per step the next forward would hide, because the
-        backward is too short to hide them.
+        """Predicts how many milliseconds of gradient AllReduces per step the next forward hides, if the backward is too
+        short to hide them.
         """
         compute_ms = self.compute_ms(plan)
         others_ms = cost.all_reduce(self.other_bytes, plan.world_size).time_ms(_flat_links(plan), "all_reduce")
@@ -91,8 +91,8 @@ class Capture:
         return min(max(late_ms, 0.0), (1 - BACKWARD) * compute_ms)
 
     def _saved_by_shards_ms(self, plan: Plan) -> float:
-        """Predicts how many milliseconds of waiting per step sharded tables and output layers save, compared with the
-        cheapest exchange of gradients of unsharded ones.
+        """Predicts how many milliseconds per step are saved if tables and output layers are sharded, compared with the
+        cheapest exchange of the gradients of whole tables.
         """
         whole = {
             name: [c.predicted_ms for c in plan[name].candidates if c.strategy not in SHARDED] for name in plan.sharded

@@ -40,9 +40,9 @@ class _Choice:
     Attributes:
         priced: strategy -> price, for all compared strategies; empty if only one was possible.
         against: why all other strategies were rejected, or "" if their predicted times were longer.
-        reason_if_sharded: for an unsharded table, the reason to give if it is sharded after all, to share latency with
-            other tables; "" if that is not possible.
-        sparsely_read: whether each rank reads less than a share `DENSELY` of the table's rows.
+        reason_if_sharded: for an unsharded table that may still be sharded to share latency with other tables, the
+            reason to give in this case; otherwise "".
+        sparsely_read: whether each rank reads less than the fraction `DENSELY` of the table's rows.
     """
 
     chosen: PricedStrategy
@@ -82,8 +82,8 @@ def decide(
     Args:
         findings: the graph, the facts about its parameters and the rows that all ranks read.
         links: the cluster for which strategies are compared and sizes of buckets and blocks are chosen.
-        current: the plan in use. A table's strategy stays unless the best one takes less than a share `CLEARLY` of its
-            time, and shards keep their grid.
+        current: the plan in use. A table keeps its strategy unless the best strategy takes less than `CLEARLY` times as
+            long. Shards keep their grid.
         links_are: whether the links were measured, given by the user, or assumed.
 
     Raises:
@@ -200,8 +200,8 @@ def _record_decision(fact: ParameterFacts, choice: _Choice, table: TableSpec | N
 
 
 def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
-    """Predicts how many of a table's rows a step reads, from the rows that the first batches read. Returns None if
-    these are unknown.
+    """Predicts how many of a table's rows a step reads, from the rows that the first batches have read. Returns None if
+    no rows of the table are known to be read.
     """
     by_rank = findings.rows.get(table.parameter, ())
     if not any(by_rank):
@@ -212,12 +212,12 @@ def _expected_rows(table: TableSpec, findings: Findings) -> RowCounts | None:
 
 
 def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) -> dict[str, _Choice]:
-    """Finds unsharded tables that should be sharded after all, because tables that are joined share the latency of one
-    exchange. Returns their new choices by name.
+    """Finds unsharded tables that should be sharded after all, because joined tables share the latency of one exchange.
+    Returns the tables' new choices by name.
 
-    Apart from latency, the AlltoAll of each of these tables adds less to a step than its AllReduce. They are sharded if
-    they can be joined to a table that is sharded anyway, or if together they save more than the latency of one
-    exchange.
+    Without latency, the AlltoAll of each of these tables adds less time to a step than its AllReduce. The tables are
+    sharded if they can be joined to a table that is sharded anyway, or if together they save more than the latency of
+    one exchange.
     """
     facts = pricing.findings.facts
     whole = {fact.name: choices[fact.name] for fact in facts if choices[fact.name].reason_if_sharded}
@@ -237,8 +237,12 @@ def _sharded_to_share_latency(choices: Mapping[str, _Choice], pricing: Pricing) 
 
 
 def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
-    """Predicts how many milliseconds per step an unsharded table would save if it was sharded and shared the latency of
-    its exchange. Near ties count in favour of the strategy in use.
+    """Predicts how many milliseconds per step are saved if an unsharded table is sharded and shares the latency of its
+    exchange. If both strategies take nearly the same time, the result favors the strategy in use.
+
+    Args:
+        choice: the choice to keep the table whole.
+        in_use: the table's decision in the current plan, or None.
     """
     whole_ms, sharded_ms = choice.chosen.sharing_ms, choice.priced["alltoall"].sharing_ms
     if in_use is None:
@@ -247,8 +251,8 @@ def _gain_ms(choice: _Choice, in_use: Decision | None) -> float:
 
 
 def _tie_factor(sparsely_read: bool) -> float:
-    """Returns a factor f. A table is kept whole only if this takes less than f times the time of sharding it. f is
-    below 1 if each rank reads few of the table's rows.
+    """Returns the factor f such that a table is kept whole only if this takes less than f times the time of sharding
+    it. The factor is below 1 if each rank reads few of the table's rows.
     """
     return CLEARLY if sparsely_read else 1.0
 
@@ -266,8 +270,12 @@ def _join_tables(findings: Findings, facts: Iterable[ParameterFacts]) -> tuple[J
 
 
 def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | Grid) -> _Choice:
-    """Chooses a strategy for a parameter that no lookup reads: AllReduce unless the user requests another or sharding
-    an output layer is clearly faster. `fact` are the facts about the parameter.
+    """Chooses a strategy for a parameter that no lookup reads. This is the strategy that the user requests, if any.
+    Otherwise it is AllReduce, unless sharding an output layer is clearly faster.
+
+    Args:
+        fact: the facts about the parameter.
+        requested: the strategy that the user requested, or "auto".
     """
     weighed = ("vocabulary",) if fact.name in pricing.losses else ()
     asked = () if requested == "auto" else ("vocabulary", *EXCHANGES)
@@ -287,7 +295,7 @@ def _choose_for_dense(pricing: Pricing, fact: ParameterFacts, requested: str | G
 def _choose_for_table(
     pricing: Pricing, table: TableSpec, fact: ParameterFacts, rows: tuple[int, ...], requested: str | Grid
 ) -> _Choice:
-    """Chooses a table's strategy: the legal one that the user requested, or else the fastest.
+    """Chooses a table's strategy: the one that the user requested, if it is legal, or else the fastest one.
 
     Args:
         pricing: prices the strategies.
@@ -338,13 +346,13 @@ def _choose_for_table(
 def _choose_for_head(
     pricing: Pricing, fact: ParameterFacts, priced: Mapping[str, PricedStrategy], read: str
 ) -> _Choice | None:
-    """Returns the choice to shard the rows of a weight that an output layer reads, if the loss is in the graph and
-    sharding is clearly faster; otherwise None.
+    """Returns the choice to shard the weight of an output layer by rows. Returns None unless the loss is in the graph
+    and sharding is clearly faster.
 
     Args:
         fact: the facts about the weight.
         priced: strategy -> price.
-        read: text for the reason that says how many rows lookups read; "" if none do.
+        read: a text for the reason, which says how many rows lookups read. "" if no lookup reads the weight.
     """
     head = priced.get("vocabulary")
     if head is None or head.blocker is not None or fact.name not in pricing.losses:
@@ -357,13 +365,13 @@ def _choose_for_head(
 
 
 def _choose_requested(priced: Mapping[str, PricedStrategy], requested: str, read: str, what: str) -> _Choice | None:
-    """Returns the choice that follows the user's request as far as it is legal. Returns None without a request, or if
-    neither the requested sharding nor AllReduce is legal.
+    """Returns the choice that follows the user's request, or a legal replacement for it. Returns None if `requested` is
+    "auto", or if neither the requested sharding nor AllReduce is legal.
 
     Args:
         priced: strategy -> price.
-        read: text for the reason that says how many rows are read.
-        what: text for the reason that says how many rows are read and how many columns each rank would hold.
+        read: a text for the reason, which says how many rows are read.
+        what: a text for the reason, which says how many rows are read and how many columns each rank would store.
     """
     if requested == "auto":
         return None
@@ -386,8 +394,9 @@ def _whole_because(sharded: PricedStrategy, allreduce: PricedStrategy, what: str
     """Returns the reason why a table is kept whole although it could be sharded.
 
     Args:
-        sharded, allreduce: the prices of sharding it and of keeping it whole.
-        what: text that says how many rows are read and how many columns each rank would hold.
+        sharded: the price of sharding the table.
+        allreduce: the price of keeping the table whole.
+        what: a text that says how many rows are read and how many columns each rank would store.
     """
     if allreduce.added_ms == sharded.added_ms:
         return f"densely read: {what}"
@@ -395,8 +404,10 @@ def _whole_because(sharded: PricedStrategy, allreduce: PricedStrategy, what: str
 
 
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
-    """Returns whether the fastest strategy of a table depends on how many rows ranks read. `fact` are the facts about
-    its parameter.
+    """Returns whether the fastest strategy of a table depends on how many rows ranks read.
+
+    Args:
+        fact: the facts about the table's parameter.
     """
     anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
@@ -406,10 +417,13 @@ def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -
 
 
 def _worthwhile_sparse_exchange(pricing: Pricing, priced: Mapping[str, PricedStrategy]) -> str | None:
-    """Returns the fastest sparse exchange if it is clearly faster than AllReduce and AlltoAll, or else None. `priced`
-    maps strategies to prices.
+    """Returns the fastest sparse exchange if it is clearly faster than AllReduce and AlltoAll, otherwise None.
 
-    An exchange that sends as much as AllReduce can be faster only through an error in the measured links.
+    Exchanges that send as many bytes as AllReduce are not considered. They could be faster only through an error in the
+    measured links.
+
+    Args:
+        priced: strategy -> price.
     """
     most = priced["allreduce"].exchange.sent_bytes if priced["allreduce"].blocker is None else inf
     fewer = {name: each for name, each in priced.items() if each.exchange.sent_bytes < most}
@@ -427,7 +441,7 @@ def _cheapest_exchange(priced: Mapping[str, PricedStrategy]) -> PricedStrategy |
 
 
 def _compare_times(other: PricedStrategy, chosen: PricedStrategy) -> str:
-    """Returns a text that says, by predicted times, why `chosen` was preferred to `other`."""
+    """Returns a text that explains, by predicted times, why `chosen` was preferred to `other`."""
     ratio = other.predicted_ms / max(chosen.predicted_ms, 1e-9)
     times = f"{ratio:.2f} times the time"
     if ratio > 1:

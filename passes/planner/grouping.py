@@ -26,12 +26,12 @@ from embrace_fx.vocabulary.schedule import INTO_FORWARD, Cuts
 
 
 def with_buckets(plan: Plan, graph: TrainingGraph) -> Plan:
-    """Returns a copy of the plan in which the gradients of unsharded parameters are grouped in buckets, in launch
-    order: about the order in which the backward computes them.
+    """Returns a copy of the plan in which the gradients of unsharded parameters are grouped in buckets. Buckets are
+    launched in about the order in which the backward computes them.
 
-    Parameters are grouped in the order in which the forward reads them, so that it needs all parameters of a bucket at
-    about the same time. Parameters that the forward does not read keep their order. A bucket has one dtype and a size
-    chosen by the cost model. A parameter with a sparse exchange has its own bucket.
+    Parameters are grouped in the order in which the forward reads them, so that the forward needs all parameters of a
+    bucket at about the same time. Parameters that the forward does not read keep their order. A bucket has one dtype
+    and a size chosen by the cost model. A parameter with a sparse exchange has its own bucket.
     """
     if plan.world_size == 1:
         return plan
@@ -181,11 +181,15 @@ def cut_communication(plan: Plan, parameter: Callable[[str], Tensor]) -> Cuts:
 
 
 def _chunk_sizes(plan: Plan, bucket: tuple[str, ...], parameters: list[Tensor]) -> list[int]:
-    """Returns the number of elements of each chunk of a bucket's AllReduce: equal chunks of about the size that the
-    cost model chooses. `parameters` are those of the bucket.
+    """Returns the number of elements of each chunk of a bucket's AllReduce. The chunks are equal, and have about the
+    size that the cost model chooses.
 
-    Schedule "none" reduces whole buckets, because no launch overtakes another. A sparse exchange, which sends in
-    rounds, takes a whole gradient.
+    Schedule "none" reduces whole buckets, because no launch overtakes another one. A sparse exchange is not divided
+    either.
+
+    Args:
+        bucket: the names of the bucket's parameters.
+        parameters: the bucket's parameters.
     """
     elements = sum(parameter.numel() for parameter in parameters)
     if plan.schedule_name == "none" or bucket[0] in plan.exchanged:

@@ -30,7 +30,7 @@ class PlanViolation:
     """What a batch needs that the current plan does not provide.
 
     Attributes:
-        late: names of parameters that get a gradient although the plan counts them as unused or frozen.
+        late: names of parameters that get a gradient although they are unused or frozen in the plan.
         whole: names of tables that the plan shards, but that the batch's forward reads in a way that requires the whole
             table.
         eager: the reason, in one line, why the batch's forward cannot be captured as a graph, or "" if it can.

@@ -84,7 +84,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that a plan is decided from, except the links. Rank 0 builds it from the reports of all ranks.
+    """All information from which a plan is decided, except the links. Rank 0 builds it from the reports of all ranks.
 
     Attributes:
         graph: the captured graph, with its tables.
@@ -94,8 +94,8 @@ class Findings:
         schedule: the schedule of the steps.
         sparsity: table -> measured sparsity of its gradients on all ranks, in rows. Other tables are assumed to be read
             at random.
-        local_rows: table -> number of rows of a grid -> how many of the rows that each rank reads are held by ranks in
-            its own row of the grid; an even share if missing.
+        local_rows: maps a table, then a number of grid rows, to how many of the rows that each rank reads are stored in
+            the rank's own row of the grid. If missing, an even share is assumed.
         travels_as: the dtype in which rows of sharded tables and AllReduced gradients are sent.
         has_budget: whether the user has set a memory budget.
         scored: weight of an output layer -> how many positions of each rank's batch have a label; all if missing.
@@ -134,8 +134,8 @@ class PricedStrategy:
 
     Attributes:
         predicted_ms: the time that the strategy adds to a step that exchanges nothing else.
-        sharing_ms: the time that it adds if it shares latency: an AllReduce with its bucket, an AlltoAll with tables
-            joined to its own.
+        sharing_ms: the time that it adds if it shares the latency of its launch with other gradients in a bucket
+            (AllReduce) or with joined tables (AlltoAll).
         blocker: why the strategy is not legal, or None.
         defers_rows: whether shards update rows without a gradient only when they are next read.
         norm_bytes: bytes sent to sum squares of rows over ranks, for row-wise optimizers.
@@ -191,7 +191,7 @@ class Pricing:
 
     @cached_property
     def losses(self) -> Collection[str]:
-        """The names of the weights of those output layers that have their loss in the graph."""
+        """The names of the weights of output layers whose loss is in the graph."""
         return head_losses(self.findings.graph)
 
     @cached_property
@@ -241,8 +241,8 @@ class Pricing:
     def _price_head(
         self, fact: ParameterFacts, table: TableSpec | None = None, rows: tuple[int, ...] = ()
     ) -> PricedStrategy:
-        """Returns the price of sharding the rows of an output layer's weight. If lookups read it too, `table` and
-        `rows` describe them: how many unique rows each rank reads.
+        """Returns the price of sharding the rows of an output layer's weight. If lookups also read the weight, `table`
+        describes them, and `rows` are the numbers of unique rows that each rank reads.
 
         Hidden states of positions with a label are sent to every rank, and their gradients are sent back. Each rank
         computes as many logits as without shards.
@@ -270,8 +270,8 @@ class Pricing:
         )
 
     def _position_exchanges(self, fact: ParameterFacts) -> tuple[cost.Exchange, HeadPlan, float]:
-        """Returns the exchanges of an output layer's hidden states and gradients per step, how they are cut in chunks,
-        and how many milliseconds of them are hidden by compute.
+        """Returns (the exchanges of an output layer's hidden states and gradients per step, their division into chunks,
+        the milliseconds of these exchanges that compute hides).
 
         With K chunks, hidden states are sent while the logits of other chunks are computed. This hides all but 1 / K of
         the shorter of these two times. Each chunk takes three exchanges. K minimizes the total.

@@ -27,11 +27,11 @@ DRIFTED = 0.2
 
 
 class SparsityMonitor:
-    """Follows, on rank 0, how many rows each rank reads of those tables whose best strategy depends on it. Requests a
-    new plan when these numbers have changed enough for another strategy.
+    """Records, on rank 0, how many rows of a table each rank reads, for tables whose best strategy depends on these
+    numbers. Requests a new plan when the numbers have changed so much that another strategy is better.
 
     Attributes:
-        wants_plan: whether a clearly better plan has been found and not yet been made.
+        wants_plan: whether a new plan is requested.
     """
 
     def __init__(self, plan: Plan, findings: Findings) -> None:
@@ -47,12 +47,14 @@ class SparsityMonitor:
 
     @property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Table -> running means of how many rows each rank reads per step."""
+        """Maps each table to the running mean, for each rank, of the number of rows that the rank reads per step."""
         return {name: tuple(round(n) for n in mean) for name, mean in self._means.items()}
 
     def observe(self, rows_read: Mapping[str, Sequence[int]]) -> None:
-        """Updates the running means with how many rows of each table every rank has read in one step (`rows_read`).
-        Negative numbers are unknown.
+        """Updates the running means with the row counts of one step.
+
+        Args:
+            rows_read: maps each table to the number of rows that each rank has read. Negative numbers are unknown.
         """
         for name, mean in self._means.items():
             of, share = self._shares.get(name, (name, 1.0))
@@ -101,10 +103,12 @@ def names_with_new_strategy(old: Plan, new: Plan) -> tuple[str, ...]:
 
 
 def describe_replan(calls: int, reason: str, old: Plan, new: Plan) -> str:
-    """Says in one line why a plan is replaced (`reason`), what the new plan changes, and what it is expected to save.
+    """Returns one line of text that says why a plan is replaced, what the new plan changes, and what it is expected to
+    save.
 
     Args:
         calls: the number of training calls so far.
+        reason: why the plan is replaced.
     """
     found, saved_ms = [], 0.0
     for name in names_with_new_strategy(old, new):

@@ -57,8 +57,8 @@ LocalRows = Mapping[int, tuple[int, ...]]
 
 
 def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
-    """Returns, of the grids whose shards still have at least `USEFUL_COLUMNS` columns (or all of a narrow table's), the
-    one that splits columns among the most ranks.
+    """Returns the grid that splits columns among the most ranks while each shard has at least `USEFUL_COLUMNS` columns.
+    A table with fewer columns is not split by columns.
     """
     least = min(USEFUL_COLUMNS, table.embedding_dim)
     divisors = (c for c in range(1, world_size + 1) if world_size % c == 0)
@@ -67,8 +67,8 @@ def widest_useful_grid(table: TableSpec, world_size: int) -> Grid:
 
 
 def launches_per_step(schedule: str) -> int:
-    """Returns the number of collectives that a sharded table launches per step under a schedule, for ids, rows and
-    gradients.
+    """Returns the number of collectives per step that exchange the ids, rows and gradients of a sharded table under a
+    schedule.
     """
     return 1 + 2 * ONE_WAY[schedule]
 
@@ -88,8 +88,8 @@ def shard_exchange(
         rows_by_rank: the number of unique rows that each rank reads.
         wire: the dtype in which rows are sent.
         grid: the grid of the shards, or None if the table is sharded by columns.
-        local_rows: how many of the rows that each rank reads are held by ranks in its own row of the grid; None for an
-            even share.
+        local_rows: for each rank, how many of the rows that it reads are stored in its own row of the grid. None to
+            assume an even share.
         schedule: the name of the schedule, which determines whether rows and gradients are sent in two parts.
     """
     if not rows_by_rank:
@@ -139,18 +139,23 @@ def shard_work(
 
 
 def sweep_work(nbytes: int, world_size: int) -> cost.Work:
-    """Returns a rank's processor work in an optimizer step that updates every row of its shard of a table with
-    `nbytes`.
+    """Returns a rank's processor work in an optimizer step that updates every row of its shard.
+
+    Args:
+        nbytes: the bytes of the whole table.
     """
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes / world_size)
 
 
 def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, world_size: int) -> cost.Work:
     """Returns the processor work per step of a table whose rows apply deferred optimizer steps when they are next read.
-    `rows_by_rank` are the numbers of rows that ranks read.
 
     Each step defers about one update of every row, which is applied later. After `LONGEST_TAIL` deferred updates the
     momentum is zero, and further updates cost nothing.
+
+    Args:
+        rows_by_rank: the number of unique rows that each rank reads.
+        itemsize: the bytes of an element.
     """
     steps = min(table.num_rows, LONGEST_TAIL * sum(rows_by_rank))
     passed_bytes = REPLAY_PASSES * steps * table.embedding_dim * itemsize / world_size
@@ -158,9 +163,12 @@ def replay_work(table: TableSpec, rows_by_rank: tuple[int, ...], itemsize: int, 
 
 
 def replica_work(nbytes: int) -> cost.Work:
-    """Returns the processor work of a rank per step for a table of `nbytes` kept whole, besides the exchange.
+    """Returns a rank's processor work per step for a table that is kept whole, without the exchange.
 
     The gradient has every row. It is allocated, cleared and packed into its bucket, and every row is updated.
+
+    Args:
+        nbytes: the bytes of the table.
     """
     return cost.passes_work((2 + UPDATE_PASSES) * nbytes) + cost.new_memory_work(2 * nbytes)
 
@@ -214,10 +222,11 @@ def explain_choice(price: Mapping[str, StepTime], chosen: str) -> str:
 
 
 def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None) -> str:
-    """Returns the schedule with the shortest step time in `price`, or, of schedules that are too close to tell apart,
-    the one with the least work.
+    """Returns the schedule with the shortest step time in `price`. Among schedules whose times are too close to tell
+    apart, returns the one with the least work.
 
     Args:
+        price: maps schedules to step times.
         current: the schedule to keep unless the step is clearly shorter under another one.
     """
     best, *others = sorted(price, key=lambda name: (name != current, price[name].work_ms))
@@ -240,7 +249,7 @@ class _Compute:
     Attributes:
         step_ms: the whole compute of the step.
         backward_ms: the whole compute of the backward.
-        ready_ms: parameter -> how much of the backward's compute precedes its gradient.
+        ready_ms: maps each parameter to the milliseconds of the backward's compute before its gradient is ready.
     """
 
     step_ms: float
@@ -253,9 +262,9 @@ class _RowExchange:
     """The predicted exchanges of ids, rows and gradients for tables that are exchanged together, in milliseconds.
 
     Attributes:
-        one_way_ms: the time to exchange rows, and as long again for gradients.
+        one_way_ms: the time to exchange rows. The exchange of gradients takes the same time.
         ids_ms: the time to exchange ids.
-        ready_ms: how much of the backward's compute precedes the last of their gradients.
+        ready_ms: the backward's compute before the gradients of all these tables are ready.
     """
 
     one_way_ms: float
@@ -298,8 +307,11 @@ def _step_time(plan: Plan, compute: _Compute) -> StepTime:
 
 
 def _estimate_compute(graph: TrainingGraph, plan: Plan, node_ms: NodeMs) -> _Compute:
-    """Estimates the compute of a step on the plan's processors, and when each gradient is ready. A lookup's backward
-    counts only if its table is kept whole. `node_ms` returns the milliseconds of a node.
+    """Estimates the compute of a step on the plan's processors, and when each gradient is ready. The backward of a
+    lookup counts only if the table is kept whole.
+
+    Args:
+        node_ms: function that returns the milliseconds of a node.
     """
     left_out = {name for t in graph.tables if t.parameter in plan.sharded for use in t.uses for name in use.backward}
     of_backward = after_tangents(graph.module)
@@ -338,8 +350,8 @@ def rows_bytes(decision: Decision, world_size: int) -> int:
 
 
 def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
-    """Returns the bytes that a rank sends per step for the rows of some tables. The gradients of these rows take as
-    many again.
+    """Returns the bytes that a rank sends per step for the rows of some tables, without the gradients of these rows,
+    which take the same number of bytes.
     """
     return sum(rows_bytes(plan[table], plan.world_size) for table in tables) // 2
 
@@ -354,14 +366,21 @@ def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
 
 def _estimate_bucket(plan: Plan, names: Sequence[str], compute: _Compute) -> tuple[float, float]:
     """Returns (milliseconds of the backward's compute before all gradients of a bucket are ready, milliseconds of the
-    bucket's transfer). `names` are the bucket's parameters.
+    bucket's transfer).
+
+    Args:
+        names: the parameters in the bucket.
     """
     ready_ms = max(compute.ready_ms.get(name, 0.0) for name in names)
     return ready_ms, bucket_ms(plan, names)
 
 
 def bucket_ms(plan: Plan, names: Sequence[str]) -> float:
-    """Predicts the milliseconds of the transfer of a bucket with these parameters (`names`)."""
+    """Predicts the milliseconds of a bucket's transfer.
+
+    Args:
+        names: the parameters in the bucket.
+    """
     if plan[names[0]].strategy in EXCHANGES:
         return plan[names[0]].predicted_ms
     sent = cost.Exchange(sum(plan[name].sent_bytes_per_step for name in names), 2 * (plan.world_size - 1))
@@ -377,8 +396,12 @@ def _end_ms(ready_and_transfer_ms: Iterable[tuple[float, float]]) -> float:
 
 
 def _table_work_ms(decision: Decision, world_size: int, cluster: cost.Cluster, schedule: str) -> float:
-    """Predicts the milliseconds of processor time per step of a table's exchange under a schedule, without transfers.
-    `decision` is the plan's decision for the table.
+    """Predicts the processor time, in milliseconds per step, that a table's exchange takes under `schedule`, excluding
+    transfers.
+
+    Args:
+        decision: the plan's decision for the table.
+        world_size: the number of ranks.
     """
     sent_bytes, others = decision.sent_bytes_per_step, world_size - 1
     if decision.strategy in SHARDED:

@@ -50,7 +50,8 @@ class Atoms:
 
     Attributes:
         found: the units of the backward, and the units that need each node.
-        ms: bit mask of units (by index in `units`) -> milliseconds of the atom that exactly these units need.
+        ms: maps a bit mask of units, by index in `units`, to the milliseconds of the atom that exactly these units
+            need.
         units: names of the units in their present order.
     """
 
@@ -113,8 +114,9 @@ def reorder_steps(steps: StepGraph, atoms: Atoms, order: Sequence[str]) -> StepG
 def search_order(
     steps: StepGraph, name: str, atoms: Atoms, predicted_peak: PredictedPeak, limit_bytes: float
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Searches for the best schedule of a measured step together with an order of the backward's units. Returns both;
-    the order is () if the present one is best.
+    """Searches for the best combination of a schedule and an order of the backward's units, for a measured step. A unit
+    is the compute before one submission of gradients. Returns (schedule, order), where the order is () if the present
+    order is best.
 
     The units are also tried in their present order, because autograd computes some nodes long before the unit that
     needs them.

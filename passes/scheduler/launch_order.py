@@ -54,8 +54,8 @@ def readiness_key(candidate: Ready) -> float:
 
 
 def embrace_key(candidate: Ready) -> tuple[int, float]:
-    """Returns a candidate's sort key for the launch order of the EmbRace paper (section 4): ids and rows first, then
-    what the next forward needs first, and delayed gradients last.
+    """Returns a candidate's sort key for the launch order of the EmbRace paper (section 4): first ids and rows, then
+    the collectives that the next forward needs first, and last the delayed gradients.
     """
     classes = {"gradients": 0, "ids": 0, "lookups": 0, "delayed": 2}
     return classes.get(candidate.operation.kind, 1), candidate.needed_at

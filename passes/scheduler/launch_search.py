@@ -22,8 +22,9 @@ def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float
     """Improves the fastest of several launch orders by local search on the simulated machine. Returns the best order
     found.
 
-    First tries moves of launches on the critical path, then any move. When none helps, repeats this from a randomly
-    changed order. Ends when the budget is spent or no order can be faster than the best.
+    First tries moves of launches on the critical path, then any move. When no move helps, starts again from a randomly
+    changed order. Ends when a limit on the number of simulated operations is reached, or when no order can be faster
+    than the best one.
 
     Args:
         bound_ms: a lower bound of the step time for every order.
@@ -43,7 +44,7 @@ def improve_order(machine: LinkMachine, orders: list[list[int]], bound_ms: float
 
 
 class _Search:
-    """Searches for a faster launch order, until `SEARCH_STARTS` starts of operations have been simulated."""
+    """Searches for a faster launch order, until `SEARCH_STARTS` operations have been simulated."""
 
     def __init__(self, machine: LinkMachine, bound_ms: float) -> None:
         self.machine = machine
@@ -65,8 +66,8 @@ class _Search:
         return run.step_ms if run is not None else float("inf")
 
     def descend(self, order: list[int], step_ms: float) -> tuple[list[int], float]:
-        """Applies moves of launches that shorten the step, until none does or the budget is spent. Returns the final
-        order and its step time.
+        """Applies moves of launches that shorten the step, until no move does or the limit on simulated operations is
+        reached. Returns the final order and its step time in milliseconds.
         """
         better = True
         while better and step_ms > self.bound_ms:

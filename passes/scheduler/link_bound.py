@@ -23,7 +23,7 @@ def link_bound_ms(steps: StepGraph) -> float:
     chain, size = steps.compute_order, len(steps.compute_order)
     place = {name: k for k, name in enumerate(chain)}
     released: dict[str, int] = {}  # transfer -> index of the last operation it waits for, from its window's start
-    needed: dict[str, int] = {}  # transfer -> index of the first operation that waits for it, counted likewise
+    needed: dict[str, int] = {}  # transfer -> index of the first operation that waits for it, from its window's start
     for each in steps.dependences:
         if each.before in place and each.after not in place:
             at = place[each.before] - each.distance * size

@@ -80,7 +80,7 @@ class Block:
     Attributes:
         id: the id of the operation.
         ms: estimated milliseconds of its nodes.
-        awaits: (launch or copy that it waits for, how many windows earlier that was submitted).
+        awaits: for each launch or copy that it waits for, (its id, how many windows earlier it was submitted).
         submits: nodes at its end that submit a collective.
         begins: nodes at its end that begin a copy, or an exchange of an output layer.
     """
@@ -204,8 +204,8 @@ def _cut_at_copies(
 
 
 def build_single_process(graph: TrainingGraph, compute: cost.Compute) -> StepGraph:
-    """Returns the step graph of a single process, which has compute and copies but sends nothing, for a window (a
-    backward and the next forward).
+    """Returns the step graph of a window (a backward and the next forward) in a single process. It has compute and
+    copies, but no collectives.
     """
     node_ms, phases = node_time_estimator(compute, graph.expected), graph.phases
     head_ms = sum(node_ms(node) for name in ("unique", "ids") for node in phases[name].graph.nodes)
@@ -255,8 +255,8 @@ def _end_block(node: fx.Node, block: Block) -> Block:
 
 
 def _pop_ending_awaits(block: Block) -> list[tuple[OperationId, int]]:
-    """Removes from a block, and returns, its waits for copies and for gathered hidden states of output layers. Each of
-    these waits ends a compute operation.
+    """Removes from a block its waits for copies and for gathered hidden states of output layers, and returns them. Each
+    of these waits ends a compute operation.
     """
     found = [each for each in block.awaits if _ends_block(each[0])]
     block.awaits = [each for each in block.awaits if not _ends_block(each[0])]
@@ -264,8 +264,8 @@ def _pop_ending_awaits(block: Block) -> list[tuple[OperationId, int]]:
 
 
 def _ends_block(launch: OperationId) -> bool:
-    """Returns whether a wait for this launch ends a compute operation. Waits for copies and for gathered hidden states
-    of output layers do.
+    """Returns whether a wait for this launch ends a compute operation. This holds for copies and for the gathered
+    hidden states of output layers.
     """
     return launch.lane in COPIES or launch.kind == "positions"
 
@@ -336,8 +336,13 @@ def build_step_graph(
 
 
 def _add_norm_exchange(steps: StepGraph, sizes: Sizes, cluster: cost.Cluster, world_size: int) -> StepGraph:
-    """Returns the step graph with the exchange that sums squares of rows over ranks, if an optimizer needs it. `sizes`
-    are the bytes that collectives send, and `cluster` gives the speed of the links.
+    """Returns a copy of the step graph that includes the exchange that sums squares of rows over ranks, if an optimizer
+    needs it.
+
+    Args:
+        sizes: the bytes that collectives send.
+        cluster: the speed of the links.
+        world_size: the number of ranks.
     """
     tables = {table for table, nbytes in sizes.norm_bytes.items() if nbytes}
     if not tables:
@@ -377,8 +382,8 @@ def _sent_bytes(
 ) -> int:
     """Returns the bytes that one rank sends in the collective that a node submits.
 
-    Until measured, half of the bytes of a batch's rows count as early rows, and half of those of their gradients as
-    delayed.
+    Until the sizes are measured, half of a batch's rows are assumed to be early rows (which the last step has not
+    changed), and half of the gradients of rows to be delayed (because the next batch does not read these rows).
 
     Args:
         launch: the id of the collective.

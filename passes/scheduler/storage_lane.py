@@ -22,22 +22,25 @@ WRITES_BEHIND = 2
 
 
 def set_read_ahead(memory: RowMemory, batches: int, world_size: int) -> RowMemory:
-    """Returns a copy of `memory` with the number of steps by which rows are read ahead from storage: one per batch that
-    is known early, as far as memory has room for the rows, and at most `MOST_AHEAD`.
+    """Decides how many steps in advance rows are read from storage. This is the number of later batches whose rows all
+    ranks know, limited to `MOST_AHEAD` and to what memory has room for. Returns a copy of `memory` with this number.
 
     Args:
-        batches: how many batches the loader is ahead. Ranks learn one call later which rows the others will read.
+        batches: how many batches the data loader is ahead. With several ranks, rows of the last of these batches are
+            not known in time, because ranks exchange the ids one call later.
+        world_size: the number of ranks.
     """
     room = memory.slots // max(memory.at_once, 1) - 1
     return replace(memory, ahead=max(0, min(batches - (world_size > 1), room, MOST_AHEAD)))
 
 
 def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[OperationId, float]) -> RowMemory:
-    """Returns a copy of `memory`, of the table with this name, with the measured speed of reading and writing rows in
-    storage.
+    """Returns a copy of `memory` in which the speed of storage is the measured speed of reading and writing rows.
 
     Args:
-        byte_ms: read or write operation -> milliseconds per byte.
+        table: the table's name.
+        memory: how many rows of the table are in memory, and the predicted speed of its storage.
+        byte_ms: maps a read or write operation to its measured milliseconds per byte.
     """
     read, write = (byte_ms.get(storage_id(kind, table), 0.0) * memory.record_bytes for kind in ("read", "write"))
     first, *others = memory.storage
@@ -47,10 +50,11 @@ def with_measured_speed(table: str, memory: RowMemory, byte_ms: Mapping[Operatio
 
 
 def add_storage_operations(steps: StepGraph, memory: Mapping[str, RowMemory]) -> StepGraph:
-    """Returns the step graph with the reads and writes of rows in storage, for tables larger than memory.
+    """Returns a copy of the step graph that includes the reads and writes of rows in storage, for tables larger than
+    memory.
 
     Args:
-        memory: table larger than memory -> how many of its rows are in memory and how fast others are read and written.
+        memory: maps each table larger than memory to the number of its rows in memory and the speed of its storage.
     """
     operations, dependences = [*steps.operations], [*steps.dependences]
     for table, of in memory.items():
@@ -67,8 +71,8 @@ def add_storage_operations(steps: StepGraph, memory: Mapping[str, RowMemory]) ->
 
 
 def lookup_operations(steps: StepGraph, table: str) -> list[str]:
-    """Returns the names of the compute operations of a step that look up a table's rows, in order. With a single
-    process, this is the forward.
+    """Returns the names of the compute operations of a step that look up a table's rows, in order. In a single process,
+    this is only the first operation of the forward.
     """
     sent = {o.name for o in steps.operations if o.kind == "lookups" and table in o.serves}
     found = {d.before for d in steps.dependences if d.after in sent and d.before in steps.compute_order}
@@ -78,8 +82,8 @@ def lookup_operations(steps: StepGraph, table: str) -> list[str]:
 
 
 def _previous_compute(steps: StepGraph, name: str) -> tuple[str, int]:
-    """Returns the compute operation before the one called `name`, and the number of windows by which it runs earlier: 0
-    or 1.
+    """Returns (the compute operation before the operation `name`, 1 if it is in the previous window or else 0). A
+    window is a backward and the next forward.
     """
     place = steps.compute_order.index(name)
     return steps.compute_order[place - 1], int(place == 0)

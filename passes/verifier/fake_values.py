@@ -160,8 +160,8 @@ def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) ->
 
 
 def _properties(leaf: Any) -> tuple[object, ...]:
-    """Returns a tensor's dtype, device, layout and number of dimensions; for another value, its type (plain, for
-    symbolic numbers).
+    """Returns a tensor's dtype, device, layout and number of dimensions. For another value, returns its type, where a
+    symbolic number has the type of a plain number.
     """
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.device, leaf.layout, leaf.dim()

@@ -53,8 +53,8 @@ def check_storage(steps: StepGraph, memory: Mapping[str, RowMemory]) -> None:
 
 
 def _reads_before_lookup(ahead_in_window: int, distance: int) -> int:
-    """Returns how many later windows (each a backward and the next forward) submit a read from storage before one
-    window's rows, already read, have been looked up.
+    """Returns how many later windows submit a read from storage while the rows that were read for one window have not
+    been looked up yet. A window is a backward and the next forward.
 
     Args:
         ahead_in_window: the distance, in program order, from the last lookup of a window to the submission of a read;

@@ -48,8 +48,9 @@ def crosses_windows(launch: OperationId) -> bool:
 def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks the collectives of a window (a backward and the next forward), or of the phase of a step variant.
 
-    Given those in flight at the start, each one is submitted once before it is awaited, no row is looked up while its
-    update is in flight, and the right ones are in flight at the end.
+    The collectives in flight at the start are given. Each collective must be submitted once before it is awaited. No
+    row may be looked up while its update is in flight. At the end, exactly the collectives that a later phase awaits
+    must be in flight.
     """
     varied = graph.varied
     if varied is not None:
@@ -81,7 +82,9 @@ def launches_in_flight_agree(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
-    """Returns the collectives that must be in flight at the start of a step variant's phase, and those at its end."""
+    """Returns (the collectives that must be in flight at the start of a step variant's phase, the collectives that must
+    be in flight at its end).
+    """
     steady, variant = varied.steady, varied.variant
     prior = frozenset(each for each in steady if each.part == "prior")
     delayed = frozenset(each for each in steady if each.part == "delayed")
@@ -97,8 +100,8 @@ def in_flight_at_ends(varied: VariedPhase) -> tuple[Launches, Launches]:
 
 
 def _check_lookup(node: fx.Node, launch: OperationId, under_way: set[OperationId]) -> Iterator[Violation]:
-    """Yields a violation if rows are looked up while one of their updates is in flight. Rows that are exchanged late,
-    in the forward that reads them, have no delayed update.
+    """Yields a violation if rows are looked up while one of their updates is in flight. A delayed update does not count
+    for rows that are exchanged late, in the forward that reads them.
 
     Args:
         node: the lookup.

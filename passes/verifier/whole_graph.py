@@ -57,7 +57,7 @@ def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> It
         # True after the pass that shards output layers and before the pass that shards lookups.
         lookups_to_shard = not graph.phases and parts == {"dense": 1, "shard": 1}
         if not parts and any(name == promise.table for promise in graph.promised.values()):
-            continue  # a loss outside of the model computes its gradient
+            continue  # a loss outside of the model computes the gradient of this parameter
         if parts not in legal and not lookups_to_shard:
             got = " and ".join(f"{count} x {part}" for part, count in sorted(parts.items())) or "none"
             remedy = "keep one Gradient or pending output, or the outputs of rows and of the shard"

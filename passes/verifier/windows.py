@@ -102,8 +102,8 @@ def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that a table's gradient is sent as a whole, or as one part that is sent first ("prior") and all delayed
-    pieces.
+    """Checks that a table's gradient is either sent as a whole, or as one part that is sent first ("prior") and all of
+    its delayed pieces.
     """
     by_table: dict[str, list[OperationId]] = defaultdict(list)
     for launch in _submitted(graph) if graph.varied is None else ():
@@ -147,8 +147,9 @@ def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
 
 
 def chunks_unread_in_flight(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks that nothing reads a bucket of gradients between the submission of one of its chunks and the wait for it,
-    and that all chunks are in flight when the backward leaves the bucket to the next forward.
+    """Checks that nothing reads a bucket of gradients while one of its chunks is in flight, which is from the
+    submission of the chunk to the wait for it. Also checks that all chunks of a bucket are in flight when the backward
+    leaves the bucket to the next forward.
     """
     flying: dict[fx.Node, frozenset[OperationId]] = {}
     for node in graph.phases["backward"].graph.nodes:
