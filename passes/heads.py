@@ -191,7 +191,7 @@ def find_head(graph: TrainingGraph, parameter: str, forward: set[fx.Node] | None
 
 def head_over(graph: TrainingGraph, weight: fx.Node, forward: set[fx.Node]) -> Head:
     """Returns the output layer whose weight is the table with the placeholder `weight`. `forward` are the nodes of the
-    forward. Raises like `find_head`.
+    forward. Raises `Unmatched` like `find_head`.
     """
     product, as_read = _find_product(weight, forward)
     hidden, added = product.args[-2], product.args[0] if product.target is aten.addmm.default else None
@@ -277,8 +277,8 @@ def _follow_logits(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> N
 
 
 def _classify_step(node: fx.Node, logits: fx.Node) -> tuple[tuple[Step, ...], bool]:
-    """Classifies a node that reads logits. Returns (the node as an element-wise op, in a tuple, or () if it is none;
-    whether it changes the logits' leading shape). Raises `Unmatched` for an unsupported node.
+    """Classifies a node that reads logits. Returns (a tuple of the node as an element-wise op, or () if it is not one;
+    whether it changes the logits' leading shape). Raises `Unmatched` if the node is not supported.
     """
     target = node.target
     keeps = isinstance(node.meta.get("val"), torch.Tensor) and _last_dim_sizes(node) == _last_dim_sizes(logits)
@@ -385,7 +385,7 @@ def _loss_backward(readers: Sequence[fx.Node]) -> fx.Node | None:
     """
     found = [user for reader in readers for user in reader.users if user.target is aten.nll_loss_backward.default]
     if len(found) > 1:
-        raise Unmatched("several nodes compute a gradient of the loss")
+        raise Unmatched("the model computes the gradient of the loss twice. Compute it only once")
     return found[0] if found else None
 
 
@@ -395,9 +395,7 @@ def _with_ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def labels_from_batch(loss: Loss) -> bool:
-    """Returns whether the labels of a loss are computed from the batch alone, so that they are known before the
-    forward.
-    """
+    """Returns whether a loss's labels depend on the batch alone, so that they are known before the forward."""
     return _depends_on_batch_only(argument(loss.node, "target"))
 
 
@@ -408,9 +406,7 @@ def _depends_on_batch_only(value: fx.Node) -> bool:
 
 
 def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> None:
-    """Finds the nodes of the backward that compute the gradients of hidden states, table and bias. Stores them in
-    `head`.
-    """
+    """Finds the nodes that compute the gradients of hidden states, table and bias, and stores them in `head`."""
     indices = {made.index for made in head.results}
     tangents = [node for node, role in graph.inputs() if isinstance(role, Tangent) and role.index in indices]
     starts = [*tangents, *([head.loss.backward] if head.loss is not None and head.loss.backward is not None else [])]
@@ -427,7 +423,10 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
                 chain.add(user)
                 waiting.append(user)
             else:
-                raise Unmatched(f"the gradient of the logits is read by {_describe_node(user)}, which is not supported")
+                raise Unmatched(
+                    f"{_describe_node(user)} uses the gradient of the logits, which only the output layer may use. "
+                    "Remove hooks and other computations on this gradient"
+                )
     for node in chain:
         if node.target is aten.add.Tensor and (others := [n for n in node.all_input_nodes if n not in chain]):
             _store_smoothing(head, node, others)
@@ -439,13 +438,13 @@ def _find_gradients(graph: TrainingGraph, head: Head, forward: set[fx.Node]) -> 
         of_product = reached([head.of_weight], lambda node: node.users)
         terms = [term for term in gradient_terms(gradient) if term in of_product]
         if len(terms) != 1:
-            raise Unmatched("the table's gradient is not the sum of the gradients of its lookups and its output layer")
+            raise Unmatched("the gradient is not a sum over lookups and output layer. Remove other uses of the table")
         head.of_table = terms[0]
 
 
 def _store_smoothing(head: Head, node: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Stores in `head` the gradient with respect to the sum of the log-softmax, for a loss with smoothed labels.
-    `others` must have just the node of that gradient, which `node` adds to the gradient of the loss.
+    """Stores in `head` the gradient with respect to the sum of the log-softmax, for a loss with smoothed labels. `node`
+    adds this gradient, which must be the only node in `others`, to the gradient of the loss.
     """
     loss, (other, *more) = head.loss, others
     narrow = other.all_input_nodes[0] if other.target is aten.expand.default else other
@@ -475,7 +474,7 @@ def _store_gradient(head: Head, end: fx.Node, chain: set[fx.Node]) -> None:
     else:
         kind = ""
     if not kind or getattr(head, kind) is not None:
-        raise Unmatched(f"the gradient of the logits is read by {_describe_node(end)}, which is not supported")
+        raise Unmatched(f"{_describe_node(end)} uses the gradient of the logits. Remove hooks on this gradient")
     setattr(head, kind, end)
 
 
@@ -493,7 +492,7 @@ def _describe_node(node: fx.Node) -> str:
 
 
 def parameter_read(node: fx.Node) -> str:
-    """Returns the name of the parameter that a node is or casts, or "" if it is not a parameter."""
+    """Returns the name of the parameter if a node is a parameter or a cast of one, otherwise ""."""
     while node.op != "placeholder":
         node = node.all_input_nodes[0]
     role = node.meta["role"]

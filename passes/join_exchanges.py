@@ -45,7 +45,7 @@ class ExchangedParameter:
     """A parameter whose rows or gradient the ranks exchange in every step.
 
     Attributes:
-        shape, dtype, device: of the whole parameter.
+        shape, dtype, device: the properties of the whole parameter.
         padding_idx: the row of a sharded table that gets no gradient, or -1 if there is none. None if the parameter is
             not sharded.
     """
@@ -59,7 +59,7 @@ class ExchangedParameter:
 @dataclass(frozen=True)
 class JoinExchanges:
     """The pass that makes a rank take part in all exchanges of the plan, even if its batch does not use some
-    parameters: with no rows for such a table, and with zeros for other parameters.
+    parameters. The rank then sends no rows of an unused table, and zeros for another unused parameter.
 
     Attributes:
         exchanged: the parameters of the plan's exchanges by name, in the order of the plan.
@@ -74,7 +74,7 @@ class JoinExchanges:
         if unread := set(self.renormed) - {table.parameter for table in graph.tables}:
             raise ValueError(
                 f"This batch has no lookup in {', '.join(sorted(unread))}, which has max_norm. All ranks rescale the "
-                "rows of such a table together, so forward() must look it up for every batch. Do not skip the lookup, "
+                "rows of such a table together, so forward() must look it up for every batch. Change forward(), "
                 "or remove max_norm."
             )
         trained = gradients_of(graph.module)
@@ -95,9 +95,8 @@ class JoinExchanges:
 
 
 def idle_graph(name: str, parameter: Tensor) -> TrainingGraph:
-    """Returns the training graph of a rank that has no batch. Its result is a zero computed from one parameter.
-
-    return aten.new_zeros(parameter, [])
+    """Returns the training graph of a rank that has no batch. Its result is a zero that is computed from one parameter:
+    `aten.new_zeros(parameter, [])`.
     """
     graph = fx.Graph()
     with FakeTensorMode(shape_env=ShapeEnv()):  # under this mode the number of rows is a new symbol

@@ -157,8 +157,8 @@ class _HeadSharding:
         self.sizes: dict[str, int] = {}
 
     def rewrite(self) -> dict[int, PromisedLogits]:
-        """Rewrites the output layer in place. Returns a map from the index of each result of the model that is logits
-        to how the runtime computes it when it is read.
+        """Rewrites the output layer in place. Returns, for each result of the model that is logits, by its index, how
+        the runtime computes the logits when they are read.
         """
         head, loss = self._head, self._head.loss
         for size in head.sizes:
@@ -176,7 +176,7 @@ class _HeadSharding:
             for value, role in self._graph.outputs()
         ]
         if head.of_bias is not None and (loss is None or loss.backward is None):
-            with self._rewriter.before(head.of_bias):  # zero, because a loss outside of the model computes it
+            with self._rewriter.before(head.of_bias):  # zeros: a loss outside of the model computes this gradient
                 like = head.of_bias.meta["val"]
                 none = self._call(
                     aten.zeros.default, list(like.shape), dtype=like.dtype, device=like.device, name="none"
@@ -223,7 +223,7 @@ class _HeadSharding:
         return self._launch(embrace.gather_positions.default, rows, counts, 0, 1, part=part, name=f"all_{part}")
 
     def _take_chunk(self, rows: fx.Node, counts: fx.Node, chunk: int, name: str) -> fx.Node:
-        """Returns a node with one chunk of `rows`, gathered from all ranks; `rows` itself if it is the only chunk."""
+        """Returns a node with one chunk of the gathered `rows`, or `rows` itself if there is only one chunk."""
         if self._chunks == 1:
             return rows
         target = embrace.chunk_of_positions.default
@@ -294,10 +294,10 @@ class _HeadSharding:
     def _insert_chunk_logits(
         self, chunk_number: int, all_labels: fx.Node, counts: fx.Node, gathering: fx.Node, loss: Loss
     ) -> tuple[_Chunk, fx.Node]:
-        """Inserts the ops that compute the logits of one chunk of positions, for this rank's rows of the table. Returns
-        the chunk, and the node that launches the exchange of its softmax statistics. `all_labels` has the labels of
-        all ranks' positions, `counts` the number of positions on each rank. `gathering` launches the exchange of the
-        chunk's hidden states.
+        """Inserts the ops that compute this rank's logits of one chunk of positions. Returns the chunk, and the node
+        that launches the exchange of its softmax statistics. `all_labels` are the labels of all ranks' positions, and
+        `counts` are the numbers of positions of each rank. The node `gathering` launches the exchange of the chunk's
+        hidden states.
         """
         labels = self._take_chunk(all_labels, counts, chunk_number, "chunk_labels")
         hidden = self._rewriter.wait(gathering)
@@ -310,8 +310,8 @@ class _HeadSharding:
         return _Chunk(labels, hidden, logits), launch
 
     def _hidden_rows(self, positions: fx.Node, shapes: Sequence[fx.Node]) -> fx.Node:
-        """Returns a node with the index in the hidden states of each of `positions`, which are indices in the labels.
-        `shapes` are the ops that change the leading dimensions of the logits in between.
+        """Converts `positions`, which are indices in the labels, to indices in the hidden states. Returns the node of
+        the result. `shapes` are the ops on the logits that change their leading dimensions before the loss.
         """
         if all(shape.target is not aten.slice.Tensor for shape in shapes):
             return positions
@@ -353,8 +353,8 @@ class _HeadSharding:
     # -- the backward --------------------------------------------------------------------------------------------------
 
     def _insert_gradients(self, loss: Loss, backward: fx.Node, scored: _Scored) -> tuple[list[fx.Node], fx.Node | None]:
-        """Inserts the gradients of the loss, whose backward node is `backward`. Returns the gradient of the hidden
-        states, in a list that is empty if nothing needs it, and the gradient of the shard, or None.
+        """Inserts the gradients of the loss, whose backward node is `backward`. Returns ([the gradient of the hidden
+        states] or [] if nothing needs it, the gradient of the shard or None).
         """
         head, options, rewriter = self._head, self._options, self._rewriter
         follows = loss.of_sums is not None and backward < loss.of_sums
