@@ -64,7 +64,7 @@ def collective_sequence(graph: TrainingGraph) -> tuple[Collective, ...]:
 
 
 def sequence_hash(graph: TrainingGraph, *, ordered: bool = True) -> str:
-    """Returns a SHA-256, in hexadecimal, of `collective_sequence`, for comparison between ranks.
+    """Returns the SHA-256 hash, in hexadecimal, of the graph's `collective_sequence`, for comparison between ranks.
 
     The hash does not depend on node names, the batch's sizes or the process.
 
@@ -100,7 +100,7 @@ def group_of(launch: fx.Node) -> str:
 
 
 def launch_options(launch: fx.Node) -> dict[str, Any]:
-    """Returns those arguments of a collective's op that are not tensors, by name. Arguments left at their defaults are
+    """Returns, by name, the arguments of a collective's op that are not tensors. Arguments left at their defaults are
     not included.
     """
     assert isinstance(launch.target, OpOverload)

@@ -209,7 +209,7 @@ def _sum_gradients(rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Loo
 
 
 def _common_dtype(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Returns the dtype that all of `dtypes` are equal to, or None if they differ or one is None."""
+    """Returns the common dtype if all of `dtypes` are equal, or None if they differ or one is None."""
     return dtypes[0] if len(set(dtypes)) == 1 else None
 
 
@@ -269,8 +269,8 @@ def _redirect_lookup(rewriter: Rewriter, lookup: _Lookup, before: fx.Node, weigh
 def _return_joint_gradient(
     graph: TrainingGraph, rewriter: Rewriter, space: JoinedTable, gradients: Sequence[fx.Node]
 ) -> None:
-    """Replaces, among the graph's outputs, the gradients of the tables that `space` stacks by the joined table's
-    gradient. It is the sum of `gradients`.
+    """Replaces, among the graph's outputs, the gradients of the tables that `space` stacks by one gradient of the
+    joined table, the sum of `gradients`.
     """
     of_tables = {Gradient(Parameter(name)) for name in space.tables}
     outputs = [(value, role) for value, role in graph.outputs() if role not in of_tables]

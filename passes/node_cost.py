@@ -92,7 +92,7 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
 def is_heavy(node: fx.Node) -> bool:
     """Returns whether a node computes long enough that independent communication should be launched before it.
 
-    True for ops with a FLOP formula, and for those with a name that contains one of `_COMPUTES`.
+    True for ops that have a FLOP formula, and for ops whose name contains an entry of `_COMPUTES`.
     """
     if not isinstance(node.target, torch._ops.OpOverload):
         return False

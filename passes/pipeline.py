@@ -41,8 +41,9 @@ class CompiledGraph:
 
     Attributes:
         graph: the graph after the last pass.
-        graphs: name of a pass -> the graph after it; then name of a phase -> its final graph.
-        phases: name of a pass -> the phases after that pass, if the graph is partitioned.
+        graphs: maps the name of each pass to the graph after the pass, and then the name of each phase to its final
+            graph.
+        phases: maps the name of each pass to the phases after the pass, if the graph is partitioned.
         ms: name of a pass -> its milliseconds.
     """
 
@@ -78,8 +79,8 @@ def training_passes(
         present: names of tables that the graph reads; an evaluation may read fewer than training does.
         rank: this rank.
         reduce: whether to reduce gradients; False for a backward under `no_sync` and for a forward alone.
-        join: the pass that takes part in exchanges of parameters that only other ranks' batches use; None for a forward
-            alone.
+        join: the pass with which a rank takes part in exchanges of parameters that only other ranks' batches use. None
+            for a forward alone.
         memory: the pass that keeps the step within a memory budget, or None without a budget.
     """
     joined = join.exchanged if join is not None else ()  # a single process exchanges nothing
@@ -117,7 +118,8 @@ def overlap_passes(plan: Plan, schedule: str, rank: int, cuts: Cuts) -> tuple[Pa
     Args:
         schedule: name of the schedule, one of `embrace_fx.vocabulary.schedule.SCHEDULES`.
         rank: this rank.
-        cuts: sizes of the chunks of buckets, and numbers of pieces of delayed gradients.
+        cuts: the sizes of the chunks of buckets, and the numbers of pieces of delayed gradients (those of rows that the
+            next batch does not read).
     """
     if schedule == "none" or not (plan.divided or plan.buckets):  # a single process exchanges nothing
         return ()

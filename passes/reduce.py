@@ -117,8 +117,11 @@ def reduce_gradients(
 
 
 def _outputs_with_means(graph: TrainingGraph, means: dict[str, fx.Node]) -> list[tuple[fx.Node | None, OutputRole]]:
-    """Returns the graph's outputs, with each gradient replaced by its mean over ranks. `means` maps parameters to these
-    means; those of parameters without a gradient output are appended.
+    """Returns the graph's outputs, with each gradient replaced by its mean over ranks. Means of parameters without a
+    gradient output are appended.
+
+    Args:
+        means: maps each parameter to the mean of its gradient.
     """
     outputs: list[tuple[fx.Node | None, OutputRole]] = []
     waiting = dict(means)

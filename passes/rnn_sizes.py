@@ -33,8 +33,9 @@ def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
 def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: int, itemsize: int) -> int:
     """Returns the bytes of oneDNN's LSTM workspace, which it saves for the backward, for one layer and direction.
 
-    Gates, states by layer and by step with their gradients, and cells each begin at a page. A row fills whole cache
-    lines, with one more line if all rows would map to the same cache sets. Found by experiment (torch 2.13, float32).
+    The workspace has the gates, the hidden states, the cells and their gradients. Each of these arrays begins at a
+    page. Each row of an array fills whole cache lines, with one more line if all rows would map to the same cache sets.
+    This layout was found by experiment (torch 2.13, float32).
 
     Args:
         steps, sequences: the length and the number of the sequences.
@@ -60,8 +61,11 @@ def lstm_workspace_bytes(steps: int, sequences: int, width: int, hidden_size: in
 
 
 def scratch_bytes(node: fx.Node, expected: ExpectedSizes) -> int:
-    """Returns the bytes of temporaries of an RNN layer that is computed by a loop over time steps, or of its backward;
-    0 for other nodes. `expected` are the values of data-dependent sizes.
+    """Returns the bytes of temporaries of an RNN layer that a loop over time steps computes, or of the layer's
+    backward. Returns 0 for other nodes.
+
+    Args:
+        expected: the values of data-dependent sizes.
     """
     name = op_name(node)
     if name not in (_LAYER, _BACKWARD):

@@ -63,17 +63,18 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class ShardTables:
-    """The pass that shards tables: replaces each by this rank's shard, and its lookups by exchanges of rows.
+    """The pass that shards tables: it replaces each table by this rank's shard, and the table's lookups by exchanges of
+    rows.
 
     Attributes:
         tables: parameter names, in the order of their exchange; equal on all ranks.
         renormed: unsharded tables with `max_norm`. Each rank rescales the rows that any rank reads, so that replicas
             stay equal.
         rank, world_size: this rank and the number of ranks, which determine this rank's columns.
-        grids: table -> its grid of ranks, for tables whose grid has more than one row.
+        grids: maps each table whose grid of ranks has more than one row to this grid.
         in_order: whether the graph itself must launch gradients in the order of `tables`, because no schedule orders
             them.
-        rows: table -> how many rows a step is expected to read, if known.
+        rows: maps each table to the number of rows that a step is expected to read, if known.
     """
 
     tables: tuple[str, ...]
@@ -101,8 +102,9 @@ class _ExchangedIds:
     """The nodes of the ids of one table, which all ranks have exchanged.
 
     Attributes:
-        where: node of a lookup's ids -> node of the positions of these ids among the unique ids that this rank reads.
-        all_ids, counts: the ids (R,) that all ranks read, and each rank's number of them (N,).
+        where: maps the node of a lookup's ids to the node of their positions among the unique ids that this rank reads.
+        all_ids: the ids (R,) that all ranks read, rank after rank.
+        counts: the number of ids that each rank reads (N,).
     """
 
     where: dict[fx.Node, fx.Node]
@@ -213,8 +215,8 @@ class _Sharding:
         graph.graph.erase_node(weight)
 
     def _exchange_gradient(self, table: TableSpec, route: _Route, own: int) -> list[tuple[fx.Node | None, OutputRole]]:
-        """Replaces a table's gradient with the exchanged gradient of its shard. Returns the graph outputs for it, ids
-        and rows, or an empty list if the table has no gradient.
+        """Replaces a table's gradient with the exchanged gradient of this rank's shard. Returns two graph outputs, the
+        ids and the rows of that gradient, or an empty list if the table has no gradient.
 
         Args:
             route: the ids of the rows in this rank's shard.
@@ -260,12 +262,13 @@ def _order_gradient_launches(graph: TrainingGraph, tables: Sequence[str]) -> Non
 
 @dataclass(frozen=True)
 class _Route:
-    """The ids whose rows this rank looks up for all ranks: every id that any rank reads or, on a grid, those whose rows
-    are in this rank's shard.
+    """The ids whose rows this rank looks up for all ranks. For a table sharded by columns, these are all ids that any
+    rank reads. On a grid, they are the ids whose rows are in this rank's shard.
 
     Attributes:
-        ids: node of these ids; on a grid, of their row numbers in the shard.
-        counts: node of the number of ids that each rank reads; on a grid, of its number in each row of the grid.
+        ids: node of these ids; on a grid, node of their row numbers in the shard.
+        counts: node of the number of ids that each rank reads (N,); on a grid, separately for each row of the grid (N,
+            grid rows).
         order: node of the positions of this rank's ids, sorted by row of the grid, or None if the grid has one row.
     """
 
@@ -287,28 +290,42 @@ class _Route:
         return launch, sent, self.counts, embedding_dim, "embedding", ranks, *on_grid
 
     def join_call(self, flat: fx.Node, embedding_dim: int) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that assembles full rows, of `embedding_dim` columns, from the
-        columns received from each rank (`flat`).
+        """Returns the target and arguments of the call that assembles full rows from the columns received from each
+        rank.
+
+        Args:
+            flat: the node of the received columns.
+            embedding_dim: the number of columns of the whole table.
         """
         if self.order is None:
             return embrace.join_columns.default, flat, embedding_dim, self.grid.columns
         return embrace.join_grid.default, flat, self.order, self.counts, embedding_dim, self.rank
 
     def split_call(self, gradient: fx.Node) -> tuple[Any, ...]:
-        """Returns the target and arguments of the call that splits row gradients by columns, to be sent."""
+        """Returns the target and arguments of the call that splits row gradients by columns before they are sent."""
         if self.order is None:
             return embrace.split_columns.default, gradient, self.grid.columns
         return embrace.split_grid.default, gradient, self.order, self.counts, self.rank
 
     def own_padding_rows(self, rows: Sequence[int]) -> list[int]:
-        """Returns the padding rows in this rank's shard, as row numbers of the shard. `rows` are all padding rows."""
+        """Selects the padding rows in this rank's shard, and returns their row numbers in the shard.
+
+        Args:
+            rows: all padding rows of the table.
+        """
         of_grid = self.grid.place(self.rank)[0]
         return [row // self.grid.rows for row in rows if row % self.grid.rows == of_grid]
 
 
 def _route_ids(rewriter: Rewriter, short: str, ids: _ExchangedIds, grid: Grid, rank: int) -> _Route:
     """Returns the ids whose rows this rank looks up for all ranks. On a grid of several rows, inserts the op that
-    selects them. `short` is the table's name in names of nodes.
+    selects these ids.
+
+    Args:
+        short: the table's name, from which names of nodes are derived.
+        ids: the exchanged ids of the table.
+        grid: the table's grid of ranks.
+        rank: this rank.
     """
     if grid.rows == 1:
         return _Route(ids.all_ids, ids.counts, None, grid, rank)
@@ -359,8 +376,10 @@ def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
 
 
 def _renorm_everywhere(graph: TrainingGraph, table: TableSpec, ids: _ExchangedIds) -> None:
-    """Makes each rank rescale the rows that any rank reads, given by the exchanged ids, for a table with `max_norm`, so
-    that replicas stay equal.
+    """Makes each rank rescale, for a table with `max_norm`, the rows that any rank reads, so that replicas stay equal.
+
+    Args:
+        ids: the exchanged ids of the table.
     """
     weight = parameters_of(graph.module)[table.parameter]
     for node in graph.graph.nodes:

@@ -18,11 +18,11 @@ from embrace_fx.vocabulary.step_variant import VARIANTS, StepVariant
 
 
 class StepGraphs:
-    """Derives and caches the graph of each variant of a training step, such as the first one, from that of a steady
-    step.
+    """Derives the graph of each variant of a training step, such as the first step, from the graph of a steady step.
+    Caches the graphs.
 
     Attributes:
-        steady: the compiled graph of a steady step: one with a step before and after it, whose next batch is known.
+        steady: the compiled graph of a steady step, which has a previous and a next step and knows the next batch.
     """
 
     def __init__(self, steady: CompiledGraph, analysed: TrainingGraph) -> None:
@@ -53,8 +53,8 @@ class StepGraphs:
         self._derived = {variant: each for variant, each in self._derived.items() if variant.phase == "forward"}
 
     def modules(self) -> Mapping[str, Callable[[], fx.GraphModule]]:
-        """Maps the name of each step variant to a function that builds the graph module in which it differs from a
-        steady step. Empty if steps have no variants.
+        """Maps the name of each step variant to a function that builds the graph module that differs from a steady
+        step. The map is empty if steps have no variants.
         """
         if not self.have_variants:
             return {}

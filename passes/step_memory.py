@@ -53,8 +53,8 @@ class Storage:
         born, dies: positions, among the step's nodes, of the node that allocates the storage and of its last reader.
             `dies` is the number of nodes if the storage outlives the step.
         last_forward: position of its last reader in the forward, at least `born`.
-        first_backward: position of its first reader in the backward. None if there is none, or if the backward
-            allocates it.
+        first_backward: position of its first reader in the backward. None if no node of the backward reads it, or if
+            the backward allocates it.
         known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
         names: the nodes whose values use this storage.
     """
@@ -124,7 +124,7 @@ class StepMemory:
 
     @property
     def known_peak_bytes(self) -> int:
-        """The peak bytes of only those storages whose size does not depend on data: a lower bound of the real peak."""
+        """The peak bytes of the storages whose size does not depend on data. This is a lower bound of the real peak."""
         return max(self._held([s for s in self.storages if s.known]), default=0)
 
     def backward_peak(self, order: Sequence[fx.Node]) -> int:
@@ -260,8 +260,10 @@ def _order_of_phases(graph: TrainingGraph) -> _Ordered:
 
 
 def nbytes(value: Any, expected: ExpectedSizes = NOTHING_EXPECTED) -> int:
-    """Returns the bytes of a fake tensor, or the sum of the bytes of a pytree of them. `expected` has the values to
-    assume for data-dependent sizes.
+    """Returns the bytes of a fake tensor, or the total bytes of all fake tensors in a pytree.
+
+    Args:
+        expected: the values to assume for data-dependent sizes.
     """
     return sum(
         prod(map(expected.number, tuple(t.shape))) * t.element_size() for t in _leaves(value) if isinstance(t, Tensor)
@@ -392,16 +394,19 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _result_indices(source: fx.Node, expected: ExpectedSizes) -> dict[int, int]:
-    """Numbers those results of a node that occupy memory. Returns index among all results -> index among these.
-    `expected` has the values to assume for data-dependent sizes.
+    """Numbers the results of a node that occupy memory. Returns, by index among all results, the index among these
+    results.
+
+    Args:
+        expected: the values to assume for data-dependent sizes.
     """
     with_memory = (k for k, size in enumerate(_result_bytes(source, expected)) if size)
     return {k: place for place, k in enumerate(with_memory)}
 
 
 def _item_storage(storages: Sequence[Storage], node: fx.Node, places: Mapping[int, int]) -> Sequence[Storage]:
-    """Returns the storage of the tuple item that `node` selects, in a list that is empty if the item has no memory.
-    Returns all storages if it is unknown which of them the item occupies.
+    """Returns a list with the storage of the tuple item that `node` selects, or an empty list if the item has no
+    memory. If it is unknown which storage the item occupies, returns all storages.
 
     Args:
         storages: the storages of the tuple's items that have memory.

@@ -85,8 +85,8 @@ def _describe_table(
 
 
 def _table_readers(weight: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Returns two lists: the nodes that read a table or a rescaled copy of it; the table, and its copies made by
-    `max_norm`.
+    """Returns (the nodes that read a table or a rescaled copy of the table, the table followed by its copies that
+    `max_norm` rescales).
     """
     readers: list[fx.Node] = []
     copies = [weight]

@@ -59,8 +59,8 @@ def _rewrite(phases: Phases) -> None:
 
 
 def _awaits_to_move(forward: fx.GraphModule) -> Iterator[_MovedAwait]:
-    """Yields the waits for rows worth moving: there is compute between the wait and the rows' first reader, which can
-    hide the exchange.
+    """Yields the waits for rows that are worth moving. Between such a wait and the rows' first reader there is compute
+    that can hide the exchange.
     """
     computing = [node for node in forward.graph.nodes if is_heavy(node)]
     for awaits in calls_by_table(forward, torch.ops.embrace.await_rows.default).values():

@@ -72,8 +72,12 @@ class ChunkBuckets:
 
 
 def _await_chunks(rewriter: Rewriter, flat: fx.Node, bucket: int, count: int) -> list[fx.Node]:
-    """Inserts nodes that wait for the `count` chunks of the bucket with index `bucket`, in order. Returns them, last
-    first, followed by `flat`, the node of the bucket's tensor.
+    """Inserts waits for the chunks of a bucket, in order. Returns the waits, the last one first, followed by `flat`.
+
+    Args:
+        flat: the node of the bucket's tensor.
+        bucket: the index of the bucket.
+        count: the number of chunks.
     """
     awaits = [flat]
     for k in range(count):
@@ -127,8 +131,8 @@ class UpdateBeforeRead:
 
 
 def _defer_buckets(backward: fx.GraphModule, buckets: Sequence[tuple[str, ...]]) -> None:
-    """Lets the backward end while its buckets are still being all-reduced: removes the waits for them and the gradients
-    unpacked from them, and adds an output for each pending bucket.
+    """Lets the backward end while its buckets are still being all-reduced. Removes the waits for the buckets and the
+    gradients unpacked from them, and adds an output for each pending bucket.
     """
     rewriter = Rewriter(backward)
     outputs = list(outputs_of(backward))

@@ -53,7 +53,7 @@ def calls_of(module: fx.GraphModule, op: OpOverload) -> list[fx.Node]:
 
 
 def call_by_table(module: fx.GraphModule, op: OpOverload) -> dict[str, fx.Node]:
-    """Maps the name of each table to the node that calls `op` for it; to the last one if there are several."""
+    """Maps the name of each table to the node that calls `op` for it. If there are several, maps it to the last one."""
     return {table: nodes[-1] for table, nodes in calls_by_table(module, op).items()}
 
 

@@ -92,8 +92,8 @@ class BackwardUnits:
         return cls(units, needed)
 
     def unit_of_node(self) -> dict[fx.Node, str]:
-        """Maps each node to the unit (table or bucket) whose gradients are submitted next after it. Nodes after the
-        last submission are left out.
+        """Maps each node to the unit (table or bucket) whose gradients are the next ones submitted after the node.
+        Nodes after the last submission are left out.
         """
         found: dict[fx.Node, str] = {}
         pending: list[fx.Node] = []
@@ -115,8 +115,8 @@ class BackwardUnits:
         return (*known, *(unit for unit in self.units if unit not in known))
 
     def order_nodes(self, order: Sequence[str]) -> list[fx.Node]:
-        """Returns all nodes, sorted by the order of units: each node with the first unit that needs it. Nodes that no
-        unit needs come last.
+        """Returns all nodes, sorted by the order of units. A node is placed in the first unit that needs it. Nodes that
+        no unit needs come last.
         """
         groups: dict[int, list[fx.Node]] = {k: [] for k in range(len(self.units) + 1)}
         first = self.first_unit_of(order)

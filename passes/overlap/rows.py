@@ -89,7 +89,7 @@ def _split_exchanges(phases: Phases, within_step: Collection[str]) -> None:
 
 
 def _lookup_of(join: fx.Node) -> fx.Node:
-    """Returns the node that looks up the columns from which `join` assembles full rows, once they are exchanged."""
+    """Returns the node that looks up the columns that are exchanged and then assembled to full rows by `join`."""
     columns: Any = join.all_input_nodes[0].all_input_nodes[0].args[0]
     found: fx.Node = columns if columns.target is embrace.lookup.default else columns.all_input_nodes[0]
     return found
@@ -108,8 +108,8 @@ def _role_of_gradient(coalesce: fx.Node, outputs: Sequence[tuple[fx.Node | None,
 def _await_rows(
     forward: fx.GraphModule, join: fx.Node, head: fx.Node, routes: dict[str, _GridRoute], trained: set[str]
 ) -> fx.Node:
-    """Replaces a table's lookup by a submission at the start of the forward, and a wait where its rows are needed.
-    Returns the submission, after which the next table's is to be inserted.
+    """Replaces a table's lookup by a submission at the start of the forward, and a wait where the rows are needed.
+    Returns the submission. The submission of the next table is to be inserted after it.
 
     Args:
         join: the node that assembles the table's full rows from received columns.

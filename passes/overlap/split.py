@@ -38,11 +38,11 @@ embrace = torch.ops.embrace
 @dataclass(frozen=True)
 class SplitRows:
     """The pass that splits each exchange of rows, and of row gradients, in two. Early rows, which the last step has not
-    changed, are sent immediately, and late rows after their update. Prior gradients, which belong to rows that the next
-    batch reads, are sent before the delayed ones.
+    changed, are sent immediately. Late rows are sent after their update. Prior gradients, which belong to rows that the
+    next batch reads, are sent before all other gradients, which are delayed.
 
     Attributes:
-        pieces: pairs (table, number of pieces in which its delayed gradients are sent).
+        pieces: pairs (table, number of pieces in which the table's delayed gradients are sent).
     """
 
     pieces: tuple[tuple[str, int], ...]
@@ -51,7 +51,9 @@ class SplitRows:
         return rewrite_phases(graph, self._rewrite)
 
     def _rewrite(self, phases: Phases) -> None:
-        """Splits each submission of rows into early and late ones, and each of gradients into prior and delayed."""
+        """Splits each submission of rows into early and late rows, and each submission of gradients into prior and
+        delayed gradients.
+        """
         forward, backward = phases["forward"], phases["backward"]
         submitted = call_by_table(forward, embrace.submit_rows.default)
         if not submitted:
@@ -63,7 +65,9 @@ class SplitRows:
 
 
 def _split_forward(forward: fx.GraphModule) -> None:
-    """Splits the forward's exchanges: submits the next batch's ids, and waits for early and late rows separately."""
+    """Splits the forward's exchanges. Submits the next batch's ids. Waits separately for early rows, which the last
+    step has not changed, and for late rows.
+    """
     rewriter = Rewriter(forward)
     submitted = call_by_table(forward, embrace.submit_rows.default)
     with rewriter.before(first_after_placeholders(forward.graph)):
@@ -89,8 +93,9 @@ def _split_forward(forward: fx.GraphModule) -> None:
 
 
 def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Splits the backward's exchanges. Submits prior and delayed gradients separately, and, at the backward's start,
-    the next batch's early rows.
+    """Splits the backward's exchanges. Separately submits prior gradients (of rows that the next batch reads) and
+    delayed gradients (of all other rows). At the start of the backward, submits the next batch's early rows, which the
+    last step has not changed.
 
     Args:
         submitted: table -> the forward's submission of its rows.
@@ -113,8 +118,8 @@ def _split_backward(backward: fx.GraphModule, submitted: dict[str, fx.Node], pie
 
 
 def _submit_early_rows(rewriter: Rewriter, submitted: dict[str, fx.Node], pieces: dict[str, int]) -> None:
-    """Inserts, at the start of the backward, the updates of tables by the previous step's delayed gradients, and then
-    the submission of the next batch's early rows.
+    """Inserts, at the start of the backward, the updates of tables by the previous step's delayed gradients. Then
+    inserts the submission of those rows of the next batch that the last step has not changed (early rows).
 
     Args:
         submitted: table -> the forward's submission of its rows.

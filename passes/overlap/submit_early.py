@@ -55,8 +55,8 @@ def _move_up(graph: fx.Graph, submissions: list[fx.Node]) -> None:
 
 
 def _end_of_head(graph: fx.Graph) -> fx.Node:
-    """Returns the last node of the backward's head, which finishes the previous step and submits early rows, or the
-    last placeholder if there is no head.
+    """Returns the last node of the backward's head, which finishes the previous step and submits early rows. If there
+    is no head, returns the last placeholder.
     """
     head = [node for node in graph.nodes if op_name(node) in HEAD]
     return head[-1] if head else first_after_placeholders(graph).prev
@@ -67,7 +67,7 @@ HEAD = ("embrace::update_rows", "embrace::await_ids", "embrace::submit_rows")
 
 
 def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
-    """Returns `readers`, and all nodes without side effects whose values are needed by nothing else."""
+    """Returns `readers`, and all nodes without side effects whose values only these nodes read."""
     return reached(
         readers, lambda node: node.all_input_nodes, lambda node, found: may_move(node) and found.issuperset(node.users)
     )
@@ -76,7 +76,8 @@ def needed_only_by(readers: list[fx.Node]) -> set[fx.Node]:
 def may_move(node: fx.Node) -> bool:
     """Returns whether a node may move to any place after its inputs, because it has no side effect.
 
-    A user's op may move unless its schema says that it writes, or its tags that it draws random numbers.
+    A user-defined op may not move if its schema says that it writes to an argument, or if its tags say that it draws
+    random numbers.
     """
     if node.op != "call_function" or "again" in node.meta:
         return False

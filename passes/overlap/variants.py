@@ -47,8 +47,8 @@ embrace = torch.ops.embrace
 
 @dataclass(frozen=True)
 class DerivePhase:
-    """The pass that derives a variant of the forward or backward from that of a steady step. For example, the first
-    step has no previous gradients to apply.
+    """The pass that derives a variant of the forward or backward from the forward or backward of a steady step. For
+    example, the first step has no previous gradients to apply.
     """
 
     variant: StepVariant
@@ -64,8 +64,10 @@ class DerivePhase:
         return replace(rewrite_phases(graph, partial(self._rewrite, delayed=delayed)), varied=varied)
 
     def _rewrite(self, phases: Phases, delayed: Sequence[OperationId]) -> None:
-        """Removes from a phase all nodes that the variant does not run. `delayed` are the launch ids of delayed
-        gradients.
+        """Removes from a phase all nodes that the variant does not run.
+
+        Args:
+            delayed: the launch ids of delayed gradients (those of rows that the next batch does not read).
         """
         module = phases[self.variant.phase]
         if isinstance(self.variant, ForwardVariant):
@@ -78,9 +80,12 @@ class DerivePhase:
 def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Sequence[OperationId]) -> None:
     """Adapts a forward graph to `variant`, in place.
 
-    Rows that are sent before the forward begins are early rows. If the variant expects no early rows, the waits for
-    them are removed. If the early rows belong to another batch, updates by the delayed gradients, with launch ids
-    `delayed`, are inserted. If the variant does not send the next batch's ids, the submission of ids is removed.
+    If no rows were sent before the forward begins (early rows), removes the waits for early rows. If the early rows
+    belong to another batch, inserts updates by the delayed gradients. If the variant does not send the next batch's
+    ids, removes their submission.
+
+    Args:
+        delayed: the launch ids of delayed gradients (those of rows that the next batch was not expected to read).
     """
     if variant.arrives != "cut":
         for early in [n for n in calls_of(module, embrace.await_rows.default) if id_of(n).part == "early"]:
@@ -96,8 +101,12 @@ def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Se
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts table updates by all delayed pieces of a gradient, after the update by its prior part and before the
-    lookup of rows. `delayed` are the pieces' launch ids.
+    """Inserts table updates by all delayed pieces of a gradient between the update by its prior part and the lookup of
+    rows.
+
+    Args:
+        update: the update by the prior part, which is sent first.
+        delayed: the launch ids of the delayed pieces.
     """
     readers, last = list(update.users), update
     for k, launch in enumerate(delayed):
