@@ -37,8 +37,8 @@ class EagerDropout:
 
 
 def _removable_copies(graph: TrainingGraph) -> list[fx.Node]:
-    """Returns the `clone` nodes that can be removed. They keep the layout of their input, and neither they nor views of
-    them are outputs of the graph.
+    """Returns the `clone` nodes that can be removed. A node can be removed if it keeps the layout of its input, and if
+    neither the node nor a view of it is an output of the graph.
     """
     found = []
     for node in graph.graph.find_nodes(op="call_function", target=aten.clone.default):

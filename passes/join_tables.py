@@ -87,7 +87,9 @@ class _Lookup:
 
 
 def _join_group(graph: TrainingGraph, space: JoinedTable) -> None:
-    """Replaces the tables that `space` stacks, their lookups and their gradients by those of the joined table."""
+    """Replaces the tables that `space` stacks, their lookups and their gradients by one joined table, its lookups and
+    its gradient.
+    """
     rewriter, weights = Rewriter(graph.module), parameters_of(graph.module)
     lookups = _lookups_to_join(graph, space)
     first = min(weights[each.table.parameter] for each in lookups)
@@ -129,8 +131,15 @@ def _lookups_to_join(graph: TrainingGraph, space: JoinedTable) -> list[_Lookup]:
 def _join_ids(
     rewriter: Rewriter, space: JoinedTable, joined: Sequence[_Lookup], others: Sequence[_Lookup]
 ) -> list[fx.Node]:
-    """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table `space`. Returns one
-    node for all lookups of `joined`, if there are any, then one for each of `others`.
+    """Inserts, at the head of the graph, the conversion of ids to row numbers of the joined table `space`.
+
+    Args:
+        joined: the lookups that one lookup of the joined table replaces.
+        others: the lookups that are replaced separately.
+
+    Returns:
+        One node with the row numbers of all lookups in `joined`, if there are any, then one node for each lookup in
+            `others`.
     """
     lookups = [*joined, *others]
     numbers = [each.number for each in lookups]
@@ -214,12 +223,12 @@ def _common_dtype(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
 
 
 def _cast_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype to which a node casts, or None if the node does not only cast."""
+    """Returns the dtype to which a node casts, or None if the node does anything other than cast."""
     return node.meta["val"].dtype if is_plain_cast(node) else None
 
 
 def _source_dtype(node: fx.Node) -> torch.dtype | None:
-    """Returns the dtype from which a node casts, or None if the node does not only cast."""
+    """Returns the dtype from which a node casts, or None if the node does anything other than cast."""
     found: torch.dtype | None = node.all_input_nodes[0].meta["val"].dtype if is_plain_cast(node) else None
     return found
 

@@ -55,8 +55,8 @@ class NarrowExchange:
 
 
 def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
-    """Returns the dtype in which the rows of a table are exchanged if it is sharded: the narrower dtype to which the
-    forward casts them, if there is one, or else the table's own.
+    """Returns the dtype in which the rows of a table are exchanged if the table is sharded. This is the narrower dtype
+    to which the forward casts the rows, or the table's own dtype if there is no such cast.
 
     Args:
         graph: the captured graph.
@@ -111,8 +111,10 @@ def is_plain_cast(node: fx.Node) -> bool:
 
 
 def _gradient_split(graph: TrainingGraph, join: fx.Node) -> fx.Node | None:
-    """Returns the node that splits a table's row gradient by columns, or None. The table is the one whose rows `join`
-    assembles from received columns.
+    """Returns the node that splits the row gradient of a table by columns, or None if there is none.
+
+    Args:
+        join: the node that assembles the table's full rows from the columns received from each rank.
     """
     launch = join.all_input_nodes[0].all_input_nodes[0]
     counts = launch.args[1]

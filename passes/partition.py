@@ -105,7 +105,11 @@ def partition(graph: TrainingGraph) -> dict[str, fx.GraphModule]:
 
 def _move_sizes_and_items(nodes: list[fx.Node], ids: set[fx.Node], forward: set[fx.Node]) -> None:
     """Moves nodes that read a size or a tuple's item to the phase of the value that they read, so that the whole value
-    need not be saved. `ids` and `forward` are the nodes of these phases, changed in place.
+    need not be saved.
+
+    Args:
+        nodes: the nodes of the joint graph.
+        ids, forward: the nodes of these two phases, changed in place.
     """
     for node in nodes:
         if node in ids or node in forward or not _is_size_or_item(node):

@@ -58,8 +58,8 @@ class CompiledGraph:
 
 
 def with_tables(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy of a captured graph that records its embedding tables, and through which results each parameter
-    gets a gradient.
+    """Returns a copy of a captured graph that records the graph's embedding tables and, for each parameter, the results
+    through which the parameter gets a gradient.
     """
     return replace(graph, tables=find_tables(graph), results_behind=results_behind(graph))
 

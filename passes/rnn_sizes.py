@@ -20,8 +20,11 @@ _PAGE_BYTES = 4096
 
 
 def saved_workspace_bytes(node: fx.Node, expected: ExpectedSizes) -> int | None:
-    """Returns the bytes of the workspace that oneDNN saves for the backward of an RNN layer, or None if `node` is not a
-    layer computed by oneDNN for training. `expected` are the values of data-dependent sizes.
+    """Returns the bytes of the workspace that oneDNN saves for the backward of an RNN layer. Returns None if `node` is
+    not a layer that oneDNN computes for training.
+
+    Args:
+        expected: the values to assume for data-dependent sizes.
     """
     if op_name(node) != _LAYER or node.args[-2:] != ("mkldnn", True):
         return None

@@ -367,7 +367,7 @@ def _read_rows(rewriter: Rewriter, weight: fx.Node, rows: fx.Node, ids: _Exchang
 
 def _refresh_sum(rewriter: Rewriter, gradient: fx.Node) -> None:
     """Recomputes the fake values of a table's gradient if it is a sum over lookups. The terms now have the shape of the
-    exchanged rows rather than that of the table.
+    exchanged rows rather than the shape of the table.
     """
     if gradient.target is aten.add.Tensor:
         for term in gradient.all_input_nodes:

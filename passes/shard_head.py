@@ -248,7 +248,7 @@ class _HeadSharding:
     # -- the forward ---------------------------------------------------------------------------------------------------
 
     def _insert_loss(self, loss: Loss) -> _Scored:
-        """Replaces the loss by one from sharded logits. Returns the nodes that its backward reads."""
+        """Replaces the loss by a loss over sharded logits. Returns the nodes that the backward of the loss reads."""
         head, node, rewriter, options = self._head, loss.node, self._rewriter, self._options
         labels, reduction = argument(node, "target"), argument(node, "reduction")
         with rewriter.before(move_to_head([labels]) if labels_from_batch(loss) else node):
@@ -427,7 +427,7 @@ class _HeadSharding:
         return self._call(aten.addmm.default, partial_sum, turned, mean, name="shard_gradient")
 
     def _replace_bias_gradient(self, node: fx.Node, own: fx.Node) -> None:
-        """Replaces the bias's gradient `node` by one that is `own` for this rank's rows, and zero elsewhere."""
+        """Replaces the bias's gradient, `node`, by `own` for this rank's rows and by zero for all other rows."""
         options, every = self._options, self._weight.shape[0]
         share = self._call(
             aten.slice_backward.default, own, [every], 0, options.rank, every, options.world_size, name="bias_gradient"

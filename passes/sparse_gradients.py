@@ -36,8 +36,8 @@ class SparseGradients:
 
     Attributes:
         tables: parameter names of the tables.
-        exchanged: parameters that may have a gradient on other ranks. A parameter without a gradient in this graph gets
-            an empty one.
+        exchanged: parameters that may have a gradient on other ranks. If such a parameter has no gradient in this
+            graph, an empty gradient is added.
     """
 
     tables: tuple[str, ...]

@@ -55,7 +55,7 @@ class Storage:
         last_forward: position of its last reader in the forward, at least `born`.
         first_backward: position of its first reader in the backward. None if no node of the backward reads it, or if
             the backward allocates it.
-        known: whether its size is fixed; if False, the size depends on data and `nbytes` is an expected size.
+        known: whether its size is fixed. If False, the size depends on data, and `nbytes` is the expected size.
         names: the nodes whose values use this storage.
     """
 
@@ -172,7 +172,9 @@ class StepMemory:
         return np.array([s.number for s in self.storages if s.dies == len(self.nodes)], dtype=np.int64)
 
     def _held(self, storages: Sequence[Storage]) -> list[int]:
-        """Returns, for each node of the step, the bytes of `storages` that are held while it runs."""
+        """Returns, for each node of the step, the bytes of those of `storages` that are in memory while the
+        node runs.
+        """
         born, dies, nbytes = np.array([(s.born, s.dies, s.nbytes) for s in storages], dtype=np.int64).reshape(-1, 3).T
         by_time: list[int] = bytes_over_time(born, dies, nbytes, len(self.nodes)).tolist()
         return by_time
@@ -195,7 +197,7 @@ def last_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
     """Returns the position of the last read of each of `count` storages, or -1 if there is none.
 
     Args:
-        storage, position: parallel arrays: for each read, the storage and the position of the reader.
+        storage, position: parallel arrays with the storage and the reader's position of each read.
     """
     last = np.full(count, -1, dtype=np.int64)
     np.maximum.at(last, storage, position)
@@ -206,7 +208,7 @@ def first_reads(storage: Numbers, position: Numbers, count: int) -> Numbers:
     """Returns the position of the first read of each of `count` storages, or `NEVER_READ` if there is none.
 
     Args:
-        storage, position: parallel arrays: for each read, the storage and the position of the reader.
+        storage, position: parallel arrays with the storage and the reader's position of each read.
     """
     first = np.full(count, NEVER_READ, dtype=np.int64)
     np.minimum.at(first, storage, position)
@@ -354,7 +356,11 @@ def _with_lifetimes(found: StepMemory, outlives: Sequence[int]) -> StepMemory:
 
 
 def _result_bytes(node: fx.Node, expected: ExpectedSizes) -> list[int]:
-    """Returns the bytes of each result of a node. `expected` are the values of data-dependent sizes."""
+    """Returns the bytes of each result of a node.
+
+    Args:
+        expected: the values to assume for data-dependent sizes.
+    """
     sizes = [nbytes(leaf, expected) for leaf in _leaves(node.meta.get("val"))]
     workspace = saved_workspace_bytes(node, expected)
     return sizes if workspace is None else [*sizes[:-1], workspace]
@@ -367,7 +373,8 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def _inputs_sharing_memory(node: fx.Node, position: dict[fx.Node, int], backward: int) -> Iterator[fx.Node]:
-    """Yields those inputs of `node` whose memory holds its result, because the result is a view or overwrites them.
+    """Yields the inputs of `node` whose memory contains the node's result, because the result is a view of them or
+    overwrites them.
 
     Args:
         position: node -> its position in the step.

@@ -77,8 +77,8 @@ class Memory:
 
 
 def _fit_limit(graph: TrainingGraph, recomputed: TrainingGraph, step: TimedStep, limit: int) -> TrainingGraph:
-    """Returns the fastest graph found whose memory is within the limit. If none is, returns the one with the lowest
-    peak.
+    """Returns the fastest graph found whose memory is within the limit. If no graph fits, returns the graph with the
+    lowest peak.
 
     Args:
         recomputed: `graph` with the user's checkpointed regions recomputed.

@@ -299,8 +299,8 @@ def _recompute_ms(step: TimedStep, storage: Storage, saved: Set[int], segment: S
 def _build_sequence(
     step: TimedStep, segment: Sequence[int], order: Sequence[Storage], copied: Set[Storage]
 ) -> EvictionSequence:
-    """Returns the sequence that evicts storages in the given order. Storages in `copied` are offloaded, unless
-    recomputing them is faster; all others are recomputed.
+    """Returns the sequence that evicts storages in the given order. A storage in `copied` is offloaded if this is
+    faster than to recompute it. All other storages are recomputed.
 
     Args:
         step: the nodes, memory and times of the step.

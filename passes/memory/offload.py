@@ -49,7 +49,9 @@ def offloadable_values(memory: StepMemory) -> dict[Storage, fx.Node]:
 
 def _value_of(storage: Storage, backward: set[fx.Node]) -> fx.Node | None:
     """Returns the node whose tensor covers all of a storage's memory, or None if the storage cannot be offloaded.
-    `backward` are the nodes of the backward.
+
+    Args:
+        backward: the nodes of the backward.
     """
     if not _is_made_by_compute(storage.node):
         return None

@@ -160,9 +160,7 @@ class _RecomputedCopies:
         return min(shared, len(path) - 1) if value in self._kept else shared
 
     def _request(self, value: fx.Node, level: int) -> None:
-        """Records that a copy of `value` is needed on a level, and so are copies of everything that it must read in
-        turn.
-        """
+        """Records that a copy of `value` is needed on a level. Also records the copies that this copy must read."""
         waiting = [(value, level)]
         while waiting:
             value, level = waiting.pop()
@@ -196,7 +194,7 @@ class _RecomputedCopies:
     # -- inserting copies ----------------------------------------------------------------------------------------------
 
     def _place(self, region: Path, before: fx.Node) -> None:
-        """Inserts a region's copies before a node, after those copies of outer regions that they read."""
+        """Inserts a region's copies before a node, and after the copies of outer regions that they read."""
         nodes = sorted(self._wanted.pop(region, ()), key=self._position.__getitem__)
         for node in nodes:
             for value in node.all_input_nodes:
@@ -222,7 +220,9 @@ class _RecomputedCopies:
         self._copies[node, len(region)] = copy
 
     def _replayed(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
-        """Returns those of `nodes` that draw random numbers, grouped by chain (consecutive draws of one generator)."""
+        """Returns the nodes in `nodes` that draw random numbers, grouped by chain (consecutive draws of one
+        generator).
+        """
         found: dict[int, list[fx.Node]] = {}
         for node in nodes:
             if node in self._chains:

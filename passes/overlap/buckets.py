@@ -190,5 +190,5 @@ def _await_updates(phases: Phases, buckets: Sequence[tuple[str, ...]], chunks: S
 
 
 def _is_not_inserted(inserted: set[fx.Node], user: fx.Node) -> bool:
-    """Returns whether the node `user` is none of the nodes `inserted`."""
+    """Returns whether the node `user` is not in `inserted`."""
     return user not in inserted

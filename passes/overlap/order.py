@@ -125,8 +125,8 @@ class BackwardUnits:
         return [node for k in sorted(groups) for node in groups[k]]
 
     def first_unit_of(self, order: Sequence[str]) -> Callable[[int], int]:
-        """Returns a function from a bit mask of units to the index, in `order`, of the first of these units. For an
-        empty mask, it returns the number of units.
+        """Returns a function that takes a bit mask of units, and returns the index in `order` of the first of these
+        units. For an empty mask, it returns the number of units.
         """
         place = {unit: k for k, unit in enumerate(self.with_all_units(order))}
         places = [place[unit] for unit in self.units]

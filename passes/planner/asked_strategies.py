@@ -12,7 +12,7 @@ Strategy = str | Grid | Mapping[str, str | Grid]
 
 
 def check_strategy(strategy: Strategy, where: str = "the plan") -> None:
-    """Raises `ValueError` unless a strategy is a known name or maps patterns to known names.
+    """Raises `ValueError` if a strategy is neither a known name nor a grid nor a mapping from patterns to these.
 
     Args:
         where: the call to name in the error message.
@@ -69,8 +69,10 @@ def requested_strategies(
 
 
 def _no_match_error(pattern: str, tables: tuple[str, ...], parameters: tuple[str, ...], *, tables_only: bool) -> str:
-    """Returns the error text for a pattern that matches no name. `tables_only` says whether only names of tables were
-    tried.
+    """Returns the error text for a pattern that matches no name.
+
+    Args:
+        tables_only: whether the pattern may match only names of tables.
     """
     what = "table" if tables_only else "table or another trainable parameter"
     names = tables if tables_only else tuple(dict.fromkeys((*tables, *parameters)))

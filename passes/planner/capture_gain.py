@@ -40,7 +40,7 @@ class Capture:
 
     Attributes:
         parameters: the number of trained parameters.
-        elements: the total number of elements of those parameters that are multiplied with every position of a batch.
+        elements: the total number of elements of the parameters that are multiplied with every position of a batch.
         positions: the number of positions (tokens) of the largest batch.
         heads: the weights of output layers. Every position is assumed to have a label.
         other_bytes: bytes of all parameters that are not tables or weights of output layers, and that the plan does not
@@ -101,8 +101,8 @@ class Capture:
         return of_tables + sum(self._saved_by_head_ms(plan, head) for head in self.heads)
 
     def _saved_by_head_ms(self, plan: Plan, head: Tensor) -> float:
-        """Predicts the milliseconds per step that a sharded output layer with the weight `head` saves; 0 if it saves
-        none.
+        """Predicts the milliseconds per step that are saved if the output layer with the weight `head` is sharded.
+        Returns 0 if nothing is saved.
         """
         links, ranks = _flat_links(plan), plan.world_size
         both_ways = 2 * self.positions * head.shape[1] * head.element_size()

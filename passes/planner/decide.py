@@ -38,7 +38,7 @@ class _Choice:
     """The strategy chosen for a parameter, with the reason in one line.
 
     Attributes:
-        priced: strategy -> price, for all compared strategies; empty if only one was possible.
+        priced: maps all compared strategies to their prices. Empty if only one strategy was possible.
         against: why all other strategies were rejected, or "" if their predicted times were longer.
         reason_if_sharded: for an unsharded table that may still be sharded to share latency with other tables, the
             reason to give in this case; otherwise "".
@@ -74,7 +74,8 @@ def decide(
     current: Plan | None = None,
     links_are: LinksAre = "assumed",
 ) -> Plan:
-    """Returns the plan for a graph, for the requested schedule or, under "auto", for the one with the shortest step.
+    """Returns the plan for a graph and the requested schedule. If the schedule is "auto", chooses the schedule with the
+    shortest step.
 
     Chooses the schedule "2d" if there is nothing to compare: one rank, unknown links, or no compute to hide behind. A
     single rank exchanges nothing; its plan only says which tables are updated by rows and which as a whole.
@@ -114,7 +115,11 @@ def _without_exchanges(plan: Plan) -> Plan:
 
 
 def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan | None, links_are: LinksAre) -> Plan:
-    """Returns the plan for the schedule that `findings` names. The arguments are those of `decide`."""
+    """Returns the plan for the schedule that `findings` names.
+
+    Args:
+        findings, links, current, links_are: as for `decide`.
+    """
     graph, facts, world_size = findings.graph, findings.facts, findings.world_size
     exchanged = (d for d in current if d.strategy in STRATEGIES) if current is not None else ()
     in_use = {decision.parameter: decision for decision in exchanged}

@@ -93,10 +93,11 @@ def find_violation(
 
 
 def fit_plan(plan: Plan, violations: Sequence[PlanViolation], why_whole: str = WHOLE) -> Plan:
-    """Returns a copy of a plan, changed to provide what the batches of all ranks need. `violations` has what each
-    rank's batch lacks. The result is the same on all ranks.
+    """Returns a copy of a plan, changed to provide what the batches of all ranks need. The result is the same on all
+    ranks.
 
     Args:
+        violations: for each rank, what its batch needs and the plan does not provide.
         why_whole: the reason to record for tables that are no longer sharded.
     """
     late = sorted({name for each in violations for name in each.late})

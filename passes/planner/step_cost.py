@@ -117,8 +117,8 @@ def shard_work(
 
     The rank looks up its columns of all ranks' rows, and joins the columns of its own rows. It splits gradients by
     columns, clears and sums the gradients of its columns, and updates these rows. It sorts ids twice: its own ids, and
-    the ids of all ranks. On a grid of ranks, it searches all ids for those in its row of the grid, and sorts them. It
-    prepares and receives each AlltoAll and the AllGather of ids.
+    the ids of all ranks. On a grid of ranks, it also selects and sorts the ids in its row of the grid. It prepares and
+    receives each AlltoAll and the AllGather of ids.
 
     Args:
         rows_by_rank: the number of unique rows that each rank reads.
@@ -237,7 +237,7 @@ def cheapest_schedule(price: Mapping[str, StepTime], current: str | None = None)
 
 
 def _clearly_shorter(one: StepTime, other: StepTime) -> bool:
-    """Returns whether step `one` is shorter than the other by more than the error of the prediction."""
+    """Returns whether step `one` is shorter than step `other` by more than the error of the prediction."""
     differs_ms = abs(other.waits_ms - one.waits_ms) + abs(other.work_ms - one.work_ms)
     return one.step_ms < SHORTER * other.step_ms and other.step_ms - one.step_ms > ERROR * differs_ms
 
@@ -341,8 +341,11 @@ def _estimate_row_exchange(plan: Plan, tables: Sequence[str], cluster: cost.Clus
 
 
 def rows_bytes(decision: Decision, world_size: int) -> int:
-    """Returns the bytes that a rank sends per step for a sharded table's rows and their gradients. `decision` is the
-    plan's decision for the table.
+    """Returns the bytes that a rank sends per step for a sharded table's rows and their gradients.
+
+    Args:
+        decision: the plan's decision for the table.
+        world_size: the number of ranks.
     """
     of_head = decision.head.sent_bytes if decision.head is not None else 0
     besides = decision.norm_bytes + of_head + ids_exchange(decision, world_size).sent_bytes
@@ -357,8 +360,12 @@ def one_way_bytes(plan: Plan, tables: Iterable[str]) -> int:
 
 
 def ids_exchange(decision: Decision, world_size: int) -> cost.Exchange:
-    """Returns what a sharded table adds to the exchange of ids per step, if ranks read as many rows as the plan
-    expects. `decision` is the plan's decision for the table.
+    """Returns the bytes and messages that a sharded table adds to the exchange of ids per step, if ranks read as many
+    rows as the plan expects.
+
+    Args:
+        decision: the plan's decision for the table.
+        world_size: the number of ranks.
     """
     own = decision.rows.own if decision.rows is not None else 0
     return cost.predict_id_exchange((own,) * world_size, decision.shape[0])

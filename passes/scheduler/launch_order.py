@@ -69,7 +69,7 @@ def schedule(steps: StepGraph, name: str, source: str = "cost model") -> Schedul
     """Decides the order in which a step launches its collectives, and predicts the step's time.
 
     Args:
-        name: one of `SCHEDULES`; under "none" collectives are launched as they become ready.
+        name: one of `SCHEDULES`. "none" launches collectives as they become ready.
         source: where the durations in `steps` come from: "cost model" or "profile".
 
     Raises:

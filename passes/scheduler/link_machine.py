@@ -43,9 +43,9 @@ class WindowTimes:
 class LinkMachine:
     """A simulated machine with one processor and one network link, on which training steps run under a launch order.
 
-    Only the dependences that affect a simulation are stored. Compute operations follow the program's order in any case,
-    and communications follow the launch order. Of the compute operations that a communication needs, only the last one
-    is stored.
+    Only the dependences that affect a simulation are stored. Compute operations always run in the program's order, and
+    communications in the launch order. If a communication needs several compute operations, only the last of them is
+    stored.
     """
 
     def __init__(self, steps: StepGraph) -> None:
@@ -151,7 +151,7 @@ class LinkMachine:
         return tuple(self.operations[k].name for k in order)
 
     def sequence_if_legal(self, order: Sequence[int]) -> list[int] | None:
-        """Returns the result of `sequence` for a launch order, or None if it would raise."""
+        """Returns the result of `sequence` for a launch order, or None if the order is not legal."""
         found = self._sequence(order)
         return found if isinstance(found, list) else None
 
@@ -208,8 +208,12 @@ class LinkMachine:
         return sequence
 
     def run(self, sequence: list[int], windows: int = WINDOWS) -> WindowTimes:
-        """Simulates up to `windows` windows (each a backward and the next forward) in a row, each with its operations
-        in this sequence. Stops early once they repeat each other.
+        """Simulates several windows (each a backward and the next forward) in a row. Stops early once the windows'
+        times repeat.
+
+        Args:
+            sequence: the operations of each window, in order.
+            windows: the maximum number of windows.
         """
         count, durations, needs, needs_earlier = self.count, self.durations, self.needs, self.needs_earlier
         copying = self.copying
@@ -283,7 +287,11 @@ class LinkMachine:
 
     def make_timeline(self, run: WindowTimes, order: Sequence[int]) -> tuple[Timeline, tuple[tuple[int, str], ...]]:
         """Returns the timeline of the last two simulated windows, as on one rank, and its critical path: (window, name)
-        of the operations that determine the windows' length, in order. The arguments are those of `critical_path`.
+        of the operations that determine the windows' length, in order.
+
+        Args:
+            run: the simulated times.
+            order: the launch order.
         """
         first = len(run.ends) - 2
         waits = []
@@ -333,8 +341,11 @@ class LinkMachine:
 
 
 def _repeats(previous: list[float], current: list[float]) -> bool:
-    """Returns whether the times of the current window (a backward and the next forward) are the previous window's,
-    shifted by a constant.
+    """Returns whether the operations of two consecutive windows (each a backward and the next forward) run at the same
+    times, except for a constant shift.
+
+    Args:
+        previous, current: the times of the operations in each window.
     """
     if not current:
         return True
@@ -344,8 +355,13 @@ def _repeats(previous: list[float], current: list[float]) -> bool:
 
 
 def _compute_operations(steps: StepGraph, by_name: dict[str, Operation]) -> list[Operation]:
-    """Returns the compute operations of a step in program order. `by_name` has all operations. Raises `ValueError` if
-    their names are not unique or the step's compute order does not contain each once.
+    """Returns the compute operations of a step in program order.
+
+    Args:
+        by_name: all operations of the step.
+
+    Raises:
+        ValueError: the names are not unique, or the step's compute order does not contain each operation once.
     """
     if len(by_name) != len(steps.operations):
         names = [o.name for o in steps.operations]

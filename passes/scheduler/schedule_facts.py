@@ -63,7 +63,9 @@ def ddp_exposed_ms(plan: Plan, steps: StepGraph, ranks: int) -> float:
 
 
 def rescale_to_ranks(steps: StepGraph, plan: Plan, ranks: int) -> StepGraph:
-    """Returns the step graph with its collectives' durations predicted for another number of ranks."""
+    """Returns a copy of the step graph in which the durations of collectives are predicted for another number
+    of ranks.
+    """
     return replace(steps, operations=tuple(_rescale_operation(each, plan, ranks) for each in steps.operations))
 
 
@@ -81,7 +83,7 @@ def _rescale_operation(operation: Operation, plan: Plan, ranks: int) -> Operatio
 
 
 def table_places(plan: Plan) -> tuple[TablePlace, ...]:
-    """Returns which rows and columns of each table each rank holds, the largest table first."""
+    """Returns the rows and columns of each table that each rank stores. The largest table comes first."""
     all_elements = sum(prod(decision.shape) for decision in plan)
     found = [
         TablePlace(

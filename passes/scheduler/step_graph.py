@@ -299,7 +299,8 @@ def build_step_graph(
     Args:
         graph: a partitioned graph.
         sizes: the bytes that collectives send.
-        durations: compute operation -> measured milliseconds; 0 for missing ones. None to estimate all.
+        durations: maps compute operations to measured milliseconds. Missing operations take 0 ms. None to estimate all
+            durations.
         cluster: the links and the speed of compute, for estimates.
     """
     operations: list[Operation] = []

@@ -23,8 +23,8 @@ _STATE, _BEGIN, _END = "embrace::random_state", "embrace::begin_replay", "embrac
 
 
 def copies_equal_originals(graph: TrainingGraph) -> Iterator[Violation]:
-    """Checks each node that recomputes another one: it calls the same op on the same values, or on recomputed copies of
-    them.
+    """Checks that each node that recomputes another node calls the same op on the same values, or on recomputed copies
+    of these values.
 
     Such a node must not launch or await a collective, and must not read state that the forward writes.
     """

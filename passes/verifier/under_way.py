@@ -39,8 +39,8 @@ def window_nodes(graph: TrainingGraph) -> list[fx.Node]:
 
 
 def crosses_windows(launch: OperationId) -> bool:
-    """Returns whether a collective is awaited one window (a backward and the next forward) after the one that submits
-    it.
+    """Returns whether a collective is submitted in one window (a backward and the next forward) and awaited in the next
+    one.
     """
     return launch == IDS or launch.part == "delayed"
 

@@ -36,8 +36,8 @@ from embrace_fx.vocabulary.submissions import overlaps_steps
 
 
 def parameters_updated_once(graph: TrainingGraph, captured: TrainingGraph) -> Iterator[Violation]:
-    """Checks that each trained parameter has exactly one gradient: either a dense one, or row ids with one gradient row
-    each.
+    """Checks that each trained parameter has exactly one gradient. It is either dense, or consists of row ids and their
+    gradient rows.
 
     A sharded output layer's table has one dense gradient of this rank's shard, and may also have ids with rows.
 

@@ -42,7 +42,7 @@ class Averages(NamedTuple):
 
 
 class TakenSteps(NamedTuple):
-    """The last optimizer steps, some of which rows without a gradient have not applied yet.
+    """The latest optimizer steps of a table. Rows that had no gradient may not have applied all of them yet.
 
     The coefficients define each step. The bounds (`largest`, `least_eps` and `ratio`) show when further steps no longer
     change a weight.

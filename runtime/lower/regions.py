@@ -220,8 +220,8 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
-    """Returns whether `user`, which reads `value`, uses it only within the step: copies it or computes from it, or
-    saves it for the backward. Otherwise `user` may keep a view of the value, or read the value later.
+    """Returns whether `user`, which reads `value`, uses the value only within the step: it copies the value, computes
+    from it, or saves it for the backward. Otherwise `user` may keep a view of the value, or read it later.
     """
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def measure_links(communicator: Communicator, sent_bytes: int, device: torch.dev
 
     Args:
         sent_bytes: approximate bytes that a step sends; equal on all ranks.
-        device: the device whose tensors are sent.
+        device: the device of the tensors that are sent.
     """
     key: list[tuple[str, ...]] = []
     recalled: list[Cluster | None] = []

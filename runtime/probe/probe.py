@@ -134,7 +134,7 @@ def probe_cluster(
     time.
 
     Args:
-        device: the device whose tensors are sent.
+        device: the device of the tensors that are sent.
         computes_on: the model's device, or None if it is `device`.
 
     Raises:
@@ -283,7 +283,7 @@ def probed_links(
 
     Args:
         sent_bytes: approximate bytes that a step sends; equal on all ranks.
-        device: the device whose tensors are sent. Over gloo, a GPU's tensors are sent from host to host.
+        device: the device of the tensors that are sent. Over gloo, a GPU's tensors are sent from host to host.
         earlier: returns (links cached by an earlier run or None, whether all ranks are on one host), equal on all
             ranks. Cached links are used if a short measurement agrees with them.
     """

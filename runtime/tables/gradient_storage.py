@@ -367,8 +367,8 @@ class TableGradient:
         *,
         unreduced: bool = False,
     ) -> None:
-        """Sets the `.grad` of each parameter in the table to its gradient from a future, or adds it to an existing
-        `.grad`.
+        """Sets the `.grad` of each parameter in the table to the parameter's gradient from a future. If the parameter
+        already has a `.grad`, adds the gradient to it.
 
         Args:
             without_gradient: names of parameters that get no gradient.

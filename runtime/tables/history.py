@@ -178,7 +178,11 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds one step with these options. For the first step, `state` is the optimizer state before it."""
+        """Adds one step with these options.
+
+        Args:
+            state: for the first step, the optimizer state before the step. Ignored for later steps.
+        """
 
     @abstractmethod
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
@@ -313,9 +317,9 @@ class DeferredAdam(SkippedSteps):
 class DeferredSGD(SkippedSteps):
     """Deferred steps of SGD and RMSprop, as linear maps of a weight and its momentum.
 
-    For each step s, stores the map from the values after s to those after the last step: w = a w_s + b u_s and u = c
-    w_s + d u_s for a weight w and its momentum u. Also stores the factor by which moving averages decay from s on. A
-    new step multiplies every map.
+    For each step s, stores the map from the values after step s to the values after the last step. For a weight w and
+    its momentum u, the map is w = a w_s + b u_s and u = c w_s + d u_s. Also stores the factor by which moving averages
+    decay after step s. A new step multiplies every map.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -74,7 +74,7 @@ class LocalStorage:
         return True
 
     def values(self) -> Tensor:
-        """Returns the elements that may differ from zero: all of them, unless a subclass stores only rows."""
+        """Returns the stored elements. Elements that are not stored, which only a subclass leaves out, are zero."""
         return self.dense()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:

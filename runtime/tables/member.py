@@ -38,7 +38,7 @@ class Member(Table):
     """A table that stores a single parameter, with its gradient and its optimizer.
 
     Args:
-        parameter: the parameter, of which this rank stores a shard.
+        parameter: the parameter, or this rank's shard of it if the table is sharded.
         layout: the table's layout.
         row_updates: the user's option `row_updates`, which says when rows without a gradient are updated.
         may_defer: function called in each step. Returns whether updates of rows without a gradient may be deferred.
@@ -46,7 +46,7 @@ class Member(Table):
         store: function that makes this table's row store.
 
     Attributes:
-        optimizer: the optimizer that updates the table; None until it is known.
+        optimizer: the optimizer that updates the table, or None until it is known.
         is_read_densely: whether rows that no lookup has read may have a gradient. Can be True only for an unsharded
             table.
         has_sparse_gradient: whether the lookups request a sparse (COO) `.grad`.
@@ -110,7 +110,7 @@ class Member(Table):
     def add_gradient(
         self, ids: Tensor, rows: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, unless the parameter is in
+        """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, or does nothing if the parameter is in
         `without_gradient`.
 
         Args:
@@ -138,7 +138,7 @@ class Member(Table):
             held.unreduced = unreduced
 
     def add_future_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
-        """Sets `.grad` to the k-th gradient of a future, or adds that gradient to an existing `.grad`.
+        """Sets `.grad` to the k-th gradient of a future. If `.grad` is already set, adds the gradient to it.
 
         Args:
             unreduced: whether the gradient is this rank's own, not yet reduced over ranks.

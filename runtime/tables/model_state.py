@@ -25,7 +25,7 @@ class Prefetcher(Protocol):
     """The interface through which `lookahead` announces which rows upcoming batches read."""
 
     def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
-        """Prepares for a training call of the model. Called before each one.
+        """Prepares for a training call of the model. Called before each training call.
 
         Args:
             leaves: the flattened arguments of the call.
@@ -33,7 +33,7 @@ class Prefetcher(Protocol):
         """
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call of the model. Called after each one.
+        """Ends a call of the model. Called after each call.
 
         Args:
             train: whether it was a training call.

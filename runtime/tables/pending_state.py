@@ -49,7 +49,9 @@ class PendingState(defaultdict[Any, Any]):
         return self.real
 
     def restore(self) -> None:
-        """Puts the optimizer's own state back, unless the user has assigned another one."""
+        """Puts the optimizer's own state back. If the user has assigned another state, applies the updates and keeps
+        the assigned state.
+        """
         if self.optimizer.state is self:
             self.optimizer.state = self.real
             return

@@ -40,7 +40,7 @@ class RowStore:
         refusal: the reason why not all rows can be in memory at once, or "" if they can.
         remark: an additional line for reports, or "".
         needs_host: whether the host must know the ids that are looked up on the device.
-        joined: tensors, besides the parameters, that own the rows' memory.
+        joined: additional tensors that own the memory of the rows, apart from the parameters.
     """
 
     history: History

@@ -50,7 +50,7 @@ class Axis:
 
     @classmethod
     def whole(cls, size: int) -> Axis:
-        """Returns an axis of `size` indices, all of which every rank has."""
+        """Returns an axis of `size` indices that is not sharded: every rank has all indices."""
         return cls(size, range(size))
 
     @property
@@ -414,10 +414,13 @@ def _mixed_digits(number: int, bases: Sequence[int]) -> list[int]:
 
 
 def _view_dims(picked: Tensor, sizes: Sequence[int], bases: Sequence[int]) -> list[Dim]:
-    """Returns, for each dimension of a view, (the axis whose indices it picks, or None; its size; its step).
+    """Returns, for each dimension of a view, (the axis whose indices it selects, or None; the dimension's size; its
+    step).
 
     Args:
-        picked: the view, of a meta tensor whose axes have these sizes and strides (`bases`).
+        picked: the view of a meta tensor.
+        sizes: the sizes of the meta tensor's axes.
+        bases: the strides of the meta tensor's axes.
     """
     found: list[Dim] = [(None, size, 0) for size in picked.shape]
     free = set(range(len(sizes)))

@@ -34,7 +34,7 @@ class _Reduction:
         dims: the reduced dimensions.
         keep: whether reduced dimensions stay, with size 1.
         named: all arguments by name.
-        count: the number of elements that are reduced to one.
+        count: the number of elements that are reduced to each element of the result.
         dtype: the dtype of the result.
     """
 
@@ -154,7 +154,7 @@ def _neutral_value(dtype: torch.dtype, reduce_op: Any) -> Any:
 
 
 def _is_of_gradient(part: TableShard, asked: _Reduction) -> bool:
-    """Returns whether the reduction is of all elements of a table's gradient to a 0-dim tensor."""
+    """Returns whether the op reduces all elements of a table's gradient to a 0-dim tensor."""
     return part.held.of_gradient and asked.is_over_all(part) and not asked.keep
 
 

@@ -80,7 +80,8 @@ def _ids_of(indices: Sequence[Any], part: TableShard) -> list[Tensor] | None:
 
 
 def _own_values(values: Tensor, shape: Sequence[int], axes: Sequence[Axis], rows: int) -> Tensor | None:
-    """Returns this rank's elements of values that are broadcast to `shape`, or None if `values` is sharded differently.
+    """Returns this rank's elements of values that are broadcast to `shape`. Returns None if `values` is sharded in
+    another layout.
 
     Args:
         axes: the trailing dimensions of `shape`. Along these, this rank needs only its own indices.

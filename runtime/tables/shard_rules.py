@@ -200,7 +200,7 @@ def _as_meta(leaf: Tensor) -> Tensor:
 
 
 def _common_layout(parts: Sequence[TableShard], leaves: Sequence[Tensor]) -> Layout | None:
-    """Returns the layout of an element-wise op's result, or None if its operands are sharded differently.
+    """Returns the layout of an element-wise op's result, or None if its operands are sharded in different layouts.
 
     Args:
         parts: the operands that are shards.

@@ -95,8 +95,8 @@ def is_recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op that autograd records: by its implementation for shards if the result is a whole tensor, otherwise on
-    gathered tensors.
+    """Runs an op that autograd records. If the result is a whole tensor, runs the op's implementation for shards.
+    Otherwise runs the op on gathered tensors.
 
     Args:
         rule: the op's implementation for shards, or None if it has none.

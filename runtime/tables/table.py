@@ -119,7 +119,7 @@ class Table:
         """Returns the rows `ids` (K, d) for a forward, after applying the optimizer steps that they have deferred.
 
         Args:
-            dtype: the dtype of the result, or None for that of the table.
+            dtype: the dtype of the result, or None for the table's dtype.
         """
         if self.gradient.holds and self.members[0].parameter.grad is None:
             self.gradient.free_dropped()

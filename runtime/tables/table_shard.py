@@ -35,7 +35,7 @@ REFUSAL = (
 
 
 class TableShard(Tensor):
-    """This rank's shard of a tensor. Its shape is that of the whole tensor.
+    """This rank's shard of a tensor. `shape` is the shape of the whole tensor.
 
     Attributes:
         held: where the shard's elements are stored.
@@ -128,7 +128,7 @@ class TableShard(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Replaces the shard's values by those of another shard, or by this rank's elements of a whole tensor."""
+        """Replaces the shard's values by the values of another shard, or by this rank's elements of a whole tensor."""
         if isinstance(value, TableShard) and not value.spread.fits(self.spread):
             raise self.spread.report(
                 RuntimeError(

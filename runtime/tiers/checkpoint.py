@@ -245,7 +245,7 @@ def _save_rows(table: SlotRows, path: Path) -> None:
 def _load_rows(
     table: SlotRows, paths: Sequence[Path], closed: Sequence[ClosedHistory], communicator: Communicator
 ) -> None:
-    """Replaces this rank's columns of all rows of a table by those in a checkpoint.
+    """Replaces this rank's columns of all rows of a table by the columns in a checkpoint.
 
     Args:
         paths: the files of the table's rows, one for each rank that saved the checkpoint.

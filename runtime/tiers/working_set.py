@@ -143,7 +143,7 @@ class WorkingSet:
         """Loads the rows in `ids` (K,) that are not in memory. Returns the memory slots (K,) of all rows in `ids`.
 
         Args:
-            host_ids: row ids on the host that include all of `ids` (K,), if those are on a device.
+            host_ids: row ids on the host that include all of `ids` (K,), if `ids` are on a device.
             to_write: whether the caller will write the rows.
         """
         slots: Tensor | None = self._call_unless_failed(
@@ -235,7 +235,7 @@ class WorkingSet:
         return self._next_use.step
 
     def _take_arrived(self) -> None:
-        """Completes the reads into memory slots that have ended."""
+        """Completes all reads that have ended: puts their rows into the memory slots."""
         while self._coming and self._thread.has_arrived(self._coming[0][0]):
             self._await_oldest()
 
