@@ -44,52 +44,58 @@ def compile(
 ) -> CompiledModel:
     """Compiles a model for data-parallel training with sharded tables. Call it on every rank, like `DDP(model)`.
 
-    The graph is captured at the first call of the result, with that call's batch. Parameters and buffers take rank 0's
-    values now, embedding layers at the first call. A second `compile` of the same model closes the first result.
+    The graph is captured at the first call of the compiled model, with that call's batch. All ranks get rank 0's
+    parameters and buffers: those of embedding layers at the first call, all others immediately. If the same model is
+    compiled again, the earlier compiled model is closed.
 
     Args:
         model: any `nn.Module`. It may be on the meta device if its modules have `reset_parameters`.
-        optimizer: one, or several. None: the optimizers that step the model's parameters are found at the first step.
-        process_group: the ranks that train together: a group, or a one-dimensional mesh. None: the default group, or a
-            single process.
-        strategy: "auto", one strategy for every table, or {parameter name pattern: strategy}. "alltoall" shards a table
-            by columns, an `embrace_fx.Grid` by rows and columns. "allreduce" and the others (docs/strategies.md) keep a
-            parameter whole and exchange its gradient; a pattern may name any parameter.
+        optimizer: the optimizer, or a sequence of optimizers. None: the optimizers of the model's parameters are
+            detected at their first step.
+        process_group: the ranks that train together, as a process group or a one-dimensional device mesh. None: the
+            default group, or a single process if there is none.
+        strategy: "auto", one strategy for all tables, or a mapping from parameter name patterns to strategies.
+            "alltoall" shards a table by columns, an `embrace_fx.Grid` by rows and columns. "allreduce" and the other
+            strategies (docs/strategies.md) keep a parameter whole on every rank and exchange its gradient. A pattern
+            may also match parameters that are not tables.
         schedule: how far a step's communication may run into the next step. "none": not at all. "horizontal": dense
-            gradients are reduced and applied until the next forward reads the parameters. "vertical": rows that the
-            next batch does not read are exchanged and applied later; needs `lookahead`. "2d": both. "auto": the
-            fastest by prediction, and "2d" if the links are not known.
-        row_updates: "exact": the optimizer's own semantics. If the optimizer changes rows without a gradient, "sweep"
-            or "replay" is chosen, whichever is predicted to be faster. "sweep": each step updates all rows. "replay":
-            when a row is next read, it applies the steps that it has skipped. "lazy": rows without a gradient do not
-            change.
+            gradients are reduced and applied until the next forward reads the parameters. "vertical": gradients of
+            table rows that the next batch does not read may be exchanged and applied later; needs `lookahead`. "2d":
+            both. "auto": the schedule that is predicted to be fastest, or "2d" if the links are not known.
+        row_updates: how the optimizer updates table rows without a gradient. "exact": as it does on a plain model; if
+            it changes such rows, "sweep" or "replay" is chosen, whichever is predicted to be faster. "sweep": each step
+            updates all rows. "replay": when a row is next read, the updates that it has missed are applied. "lazy":
+            rows without a gradient do not change.
         backend: "eager": compute runs as ATen ops. "inductor": the compute between two communications is compiled into
-            fused kernels; needs a C++ compiler, on CUDA Triton too.
-        cluster: the links between ranks; strategies and the sizes of messages depend on them. None: they are measured
-            if a step sends enough.
-        plan: a plan, or the path of a saved one, to repeat: nothing is measured or decided again. None: the plan is
+            fused kernels, which requires a C++ compiler, and on CUDA also Triton.
+        cluster: the links between ranks, on which strategies and message sizes depend. None: the links are measured if
+            a step sends enough data.
+        plan: a plan, or the path of a saved one, to use again without measuring or deciding anything. None: the plan is
             made at the first call.
-        memory_budget: the maximum that forward and backward may hold at a time, in bytes or, below 1, as a fraction of
-            what they hold if everything is saved. A fraction that cannot be met is relaxed to the smallest possible.
+        memory_budget: the maximum memory of forward and backward at any time, in bytes or, if below 1, as a fraction of
+            what they need if everything is saved. A fraction that is too small is raised to the smallest possible one.
             Parameters, optimizer state and the batch are not included. Values that do not fit are recomputed or
-            offloaded, as is predicted to be faster (docs/memory.md). None: everything is saved, except what the model
-            checkpoints itself.
-        broadcast_buffers: as in DDP, True: forwards read rank 0's buffers. False: each rank keeps its own. "once":
-            ranks start from rank 0's buffers, as with DDP's forward_sync_buffers=False.
-        route: None: the forward is captured if that pays; if it cannot be captured, it runs as written with whole
-            tables (docs/from_ddp.md). "graph": a forward that cannot be captured is an error. "eager": nothing is
-            captured.
-        rows: the wire format of sharded tables' rows, their gradients and AllReduced gradients: "exact", or rounded to
-            "bf16", "fp16" or "int8" (docs/exactness.md). Parameters are not rounded; evaluations read exact rows, and
-            sparse exchanges stay exact.
-        table_memory: the maximum memory for sharded tables and their optimizer state on this rank, in bytes or, below
-            1, as a fraction of their rows; for all tables, or by name pattern (docs/memory.md). None: no limit.
-        spill_to: a directory for unnamed files with rows beyond `table_memory` and, for a model on the CPU with a
-            memory budget, saved values. None: a CUDA model uses its host's memory; a model on the CPU spills nothing.
+            offloaded, whichever is predicted to be faster (docs/memory.md). None: everything is saved, except what the
+            model itself checkpoints.
+        broadcast_buffers: True: forwards use rank 0's buffers, as in DDP. False: each rank keeps its own buffers.
+            "once": ranks start from rank 0's buffers, as with DDP's `forward_sync_buffers=False`.
+        route: "graph": the forward is captured; an error is raised if this fails. "eager": the forward runs eagerly,
+            and nothing is captured. None: the forward is captured if this is predicted to make training faster. If it
+            cannot be captured, it runs eagerly, with whole tables (docs/from_ddp.md).
+        rows: the format in which rows of sharded tables, their gradients, and AllReduced gradients are sent: "exact",
+            or rounded to "bf16", "fp16" or "int8" (docs/exactness.md). Parameters are not rounded, evaluations read
+            exact rows, and sparse exchanges stay exact.
+        table_memory: the maximum memory for sharded tables and their optimizer state on this rank, in bytes or, if
+            below 1, as a fraction of their rows. Pass one value for all tables, or a mapping from name patterns to
+            values (docs/memory.md). None: no limit.
+        spill_to: a directory for temporary files. They store table rows that exceed `table_memory` and, if a model on
+            the CPU has a `memory_budget`, values saved for the backward. None: a CUDA model uses its host's memory, and
+            a model on the CPU spills nothing.
 
     Raises:
-        SetUpError: a ValueError and RuntimeError, on every rank: an unknown option; no trainable parameter; no compiler
-            for "inductor"; a model, optimizer or option that differs between ranks.
+        SetUpError: an option is unknown; the model has no trainable parameter; the compiler that "inductor" needs is
+            missing; or model, optimizer or options differ between ranks. Raised on every rank. It is both a ValueError
+            and a RuntimeError.
     """
     # Read the rank from the environment: torch.distributed may not be initialized yet.
     with stage("loading torch's compiler", int(os.environ.get("RANK", "0"))):
@@ -126,10 +132,10 @@ class HasState(Protocol):
 def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
     """Returns `stateful.state_dict()` with whole tensors in place of shards, on every rank. Collective.
 
-    Save it with `torch.save` on one rank.
+    Save the result with `torch.save` on one rank.
 
     Args:
-        stateful: an optimizer, a compiled model or a module that contains one, an `AveragedModel` of it, or a state
+        stateful: an optimizer; a compiled model, a module that contains one, or an `AveragedModel` of one; or a state
             dict.
     """
     from embrace_fx.runtime.tables.state_dicts import gather_state_dict  # noqa: PLC0415  (DTensor takes a while to import)
@@ -139,11 +145,11 @@ def full_state_dict(stateful: HasState | dict[str, Any]) -> dict[str, Any]:
 
 
 def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) -> None:
-    """Writes what `torch.save(full_state_dict(stateful), path)` would, without any rank holding a whole table.
-    Collective.
+    """Writes the same file as `torch.save(full_state_dict(stateful), path)`, but no rank needs memory for a whole
+    table. Collective.
 
-    Rank 0 writes. If nothing is sharded, every calling rank writes. Load the file with `torch.load(path, mmap=True)`
-    and pass it to `load_state_dict`: each rank then reads only its own columns.
+    Rank 0 writes the file. If nothing is sharded, every calling rank writes it. Load the file with `torch.load(path,
+    mmap=True)` and pass the result to `load_state_dict`: each rank then reads only its own columns.
     """
     from embrace_fx.runtime.tables.whole_files import save_gathered  # noqa: PLC0415  (DTensor takes a while to import)
 

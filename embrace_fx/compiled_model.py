@@ -38,8 +38,8 @@ def _compile_copy(model: nn.Module, options: Options) -> CompiledModel:
 class CompiledModel(nn.Module, Joinable):
     """A model that trains data-parallel, as returned by `compile`.
 
-    It shares parameters, buffers and submodules with the plain model, including names, attributes, `train()` and
-    `parameters()`.
+    It has the same parameters, buffers and submodules as the plain model, under the same names. Other attributes of the
+    plain model can be read from it, too.
     """
 
     _session: Session
@@ -84,8 +84,8 @@ class CompiledModel(nn.Module, Joinable):
     def _has_options(
         self, options: Options, optimizers: tuple[Optimizer, ...], group: dist.ProcessGroup | DeviceMesh | None
     ) -> bool:
-        """Returns whether the model was compiled with these options, and with these optimizers and this group as far as
-        they are given.
+        """Returns whether the model was compiled with these options, with this group (or any, if it is None), and with
+        each of these optimizers.
         """
         session = self._session
         of_group = group is None or group is session.communicator.group or group is session.device_mesh
@@ -93,9 +93,10 @@ class CompiledModel(nn.Module, Joinable):
         return options == session.options and of_group and of_optimizers
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Reduces to model and options for `copy.deepcopy` and pickle, which compile them over the default group.
+        """Reduces the model to the plain model and the options for `copy.deepcopy` and pickle. Copying or unpickling
+        compiles the plain model for the default process group.
 
-        As with DDP that is collective, and the optimizer is not part of it.
+        As with DDP, this is collective, and the optimizer is not included.
 
         Raises:
             TypeError: tables are sharded.
@@ -115,13 +116,13 @@ class CompiledModel(nn.Module, Joinable):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's forward on one batch, with the plain model's signature.
 
-        Collective: every rank calls it, in training and in evaluation. Before the first training call there is no plan,
-        and an evaluation runs the plain model with rank 0's parameters.
+        Collective: call it on every rank, in training and in evaluation. Before the first training call there is no
+        plan, and an evaluation runs the plain model with rank 0's parameters.
 
         Raises:
             CaptureError: the forward cannot be captured.
-            PeerFailure: any rank failed (an id outside of its table, a failed capture); on every rank.
-            DeadRank: a rank is gone.
+            PeerFailure: some rank failed, for example because an id is outside of its table. Raised on every rank.
+            DeadRank: some rank no longer runs.
         """
         if self._join_config.enable:
             work = Join.notify_join_context(self)
@@ -131,13 +132,13 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.call(args, kwargs)
 
     def lookahead(self, loader: Iterable[Any], batches: int = 1) -> Iterator[Any]:
-        """Yields the same batches in the same order, and reads the loader ahead.
+        """Yields the batches of `loader` unchanged and in order, but reads them from the loader in advance.
 
-        Under schedule "vertical" or "2d" the next batch's rows are fetched during this step. Call the model with each
-        batch unchanged: rows of a batch that was moved or changed are not fetched ahead.
+        With schedule "vertical" or "2d", the table rows of the next batch are fetched during the current step. Call the
+        model with each batch as it is yielded: rows of a batch that was moved or changed are not fetched in advance.
 
         Args:
-            batches: number of batches to read ahead. More than one helps tables larger than memory.
+            batches: the number of batches to read in advance. More than one helps only tables larger than memory.
 
         Raises:
             RuntimeError: another `lookahead` of this model is still in use.
@@ -152,9 +153,10 @@ class CompiledModel(nn.Module, Joinable):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients without reducing them, as in DDP. The first backward outside reduces the sum.
+        """Opens a context in which gradients accumulate without being reduced, as in DDP. The first backward outside of
+        the context reduces the sum.
 
-        Gradients of sharded tables are sent to their owners immediately and accumulate there.
+        Gradients of sharded tables are sent immediately to the ranks that store the shards, and accumulate there.
         """
         state = self._session.state
         before, state.synchronised = state.synchronised, False
@@ -186,13 +188,14 @@ class CompiledModel(nn.Module, Joinable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """Allows loaders of unequal length, as in DDP: ranks that finish early take part in the others' steps.
+        """Opens a context in which ranks may have different numbers of batches, as in DDP. Ranks that run out of
+        batches take part in the steps of the other ranks.
 
         Args:
-            divide_by_initial_world_size: whether to divide gradients by the number of all ranks, instead of those that
-                still have batches.
+            divide_by_initial_world_size: whether to divide gradients by the number of all ranks, instead of the number
+                of ranks that still have batches.
             enable: False makes the context do nothing.
-            throw_on_early_termination: whether to raise on every rank once one has no more batches.
+            throw_on_early_termination: whether to raise an error on every rank once one has no more batches.
         """
         if self._session.communicator.group is None:
             yield
@@ -247,21 +250,28 @@ class CompiledModel(nn.Module, Joinable):
         self._session.check_replicas()
 
     def replan(self) -> None:
-        """Requests a new plan, made with the next training batch, at most once in 100 calls; changes are logged.
-        Collective.
+        """Requests a new plan. It is made from all ranks' next training batches, and changes are logged. Collective.
+
+        The request is ignored if the last one was less than 100 training calls ago, or if `plan` or `table_memory` of
+        `compile` fixes the plan.
+
+        Raises:
+            RuntimeError: there is no plan yet, because no training call has run.
         """
         self._session.replan()
 
     def synchronize(self) -> None:
-        """Applies all pending parameter updates, and waits for them. Reading a parameter does this implicitly."""
+        """Applies the optimizer updates that the schedule has delayed, and waits for them. Reading a parameter does
+        this implicitly.
+        """
         self._session.programs.apply_pending()
 
     def close(self) -> None:
         """Applies all pending updates, and ends the model's threads and process groups. Call it on every rank.
 
-        Parameters, optimizer state and `state_dict()` can still be used, but calling the model raises. A model is
-        closed automatically when no reference to it is left. If fewer ranks train than the job has, the model's process
-        groups stay until the job ends.
+        Parameters, optimizer state and `state_dict()` can still be used, but calling the model raises an error. A model
+        is closed automatically when no reference to it is left. If only some ranks of the job train the model, its
+        process groups stay until the job ends.
         """
         self._session.close()
 
@@ -270,28 +280,26 @@ class CompiledModel(nn.Module, Joinable):
         self._session.model.zero_grad(set_to_none)  # calls the plain model's method, which reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
-    # Apply pending updates before returning parameters. The caller may write them, so drop rows fetched ahead.
+    # The caller may write parameters. So apply pending updates, and drop rows fetched in advance, before returning them.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Yields the model's parameters, with pending updates applied, because the caller may change them."""
+        """Applies all pending updates, because the caller may change parameters, and returns an iterator over the
+        parameters.
+        """
         self._session.programs.apply_pending()
         return self._session.model.parameters(recurse)
 
     def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the model's parameters by their names in the plain model. The arguments are those of `nn.Module`'s
-        method.
-        """
+        """Yields (name, parameter), with the names of the plain model. The arguments are those of `nn.Module`."""
         self._session.programs.apply_pending()
         return wrap_names(super().named_parameters(prefix, *args, **kwargs), prefix)
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, buffer), with the names of the plain model. The arguments are those of `nn.Module`'s method."""
+        """Yields (name, buffer), with the names of the plain model. The arguments are those of `nn.Module`."""
         return wrap_names(super().named_buffers(prefix, *args, **kwargs), prefix)
 
     def named_modules(self, memo: Any = None, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yields the model's modules by their names in the plain model. The arguments are those of `nn.Module`'s
-        method.
-        """
+        """Yields (name, module), with the names of the plain model. The arguments are those of `nn.Module`."""
         self._session.programs.apply_pending()
         return wrap_names(super().named_modules(memo, prefix, *args, **kwargs), prefix)
 
@@ -327,9 +335,9 @@ class CompiledModel(nn.Module, Joinable):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a state dict with the plain model's names, and this rank's shard of each sharded table.
 
-        `torch.distributed.checkpoint` can save the shards, and load them on other numbers of ranks. `torch.save`
+        `torch.distributed.checkpoint` can save the shards, and load them on a different number of ranks. `torch.save`
         refuses them: use `full_state_dict`. A table sharded by rows and columns (`Grid`) is returned as a copy, sharded
-        by columns; this is collective.
+        by columns. In this case, the call is collective.
         """
         self._session.programs.apply_pending()
         found = self._session.model.state_dict(*args, **kwargs)
@@ -346,11 +354,12 @@ class CompiledModel(nn.Module, Joinable):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state dict of whole tensors or shards, before or after the first call. Of a sharded table, each rank
-        loads only its own shard. Returns the missing and unexpected names, like `nn.Module.load_state_dict`.
+        """Loads a state dict of whole tensors or shards, before or after the first call. Each rank loads only its own
+        shard of a sharded table. Returns the missing and unexpected names, like `nn.Module.load_state_dict`.
 
-        Names may begin with "module.", as in a state dict of DistributedDataParallel. Collective if it has shards of a
-        table that is whole in this model, or sharded by rows and columns (`Grid`).
+        Names may begin with "module.", as in a state dict of DistributedDataParallel. The call is collective if the
+        state dict contains shards of a table that is whole in this model, or that is sharded by rows and columns
+        (`Grid`).
         """
         model = self._session.model
         named_by_ddp = state_dict and all(name.startswith("module.") for name in state_dict)
@@ -362,28 +371,29 @@ class CompiledModel(nn.Module, Joinable):
         """Saves model and optimizers in a folder that all ranks share. Tables larger than memory are written row by
         row. Collective.
 
-        The previous checkpoint stays valid until this one is complete. It can also be used without `table_memory`.
+        The previous checkpoint stays valid until the new one is complete. This method does not require `table_memory`.
         """
         self._session.save_checkpoint(Path(folder))
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Loads a checkpoint that `save_checkpoint` has written, on any number of ranks. Collective.
 
-        Before the first call, the checkpoint is loaded during that call.
+        If the model has no plan yet, the checkpoint is loaded during the first training call. An evaluation before that
+        call raises an error.
         """
         self._session.load_checkpoint(Path(folder))
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Opens a context that yields the plain model with every table whole on every rank, so that any part can be
-        called.
+        """Opens a context in which every table is whole on every rank, so that any submodule can be called. Yields the
+        plain model. Collective, like FSDP's `summon_full_params`.
 
-        Collective, like FSDP's `summon_full_params`. Parameters changed inside keep their new values. The next training
-        step is compiled anew, so do not open the context around every step.
+        Parameters changed inside keep their new values. The next training step is compiled again, so do not open the
+        context around every step.
 
         Raises:
-            RuntimeError: the backward of an earlier call has not run yet, or the tables do not fit into memory. On
-                every rank.
+            RuntimeError: the backward of an earlier call has not run yet, or the tables do not fit into memory. Raised
+                on every rank.
         """
         with self._session.whole():
             yield self._session.model
@@ -392,10 +402,11 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def graphs(self) -> Graphs:
-        """The model's graph after each compiler pass, by the pass's name, from "captured" to the graphs that a step
-        runs: "ids", "forward" and "backward".
+        """The model's graph after each compiler pass, by the pass's name. The first is "captured"; the last are the
+        graphs that a step runs: "ids", "forward" and "backward".
 
-        `graphs.diff(first, second)` compares two as text; `graphs.save("graphs.svg")` draws those that run.
+        `graphs.diff(first, second)` compares two graphs as text. `graphs.save("graphs.svg")` draws the graphs that a
+        step runs.
         """
         return self._session.views.graphs
 
@@ -406,11 +417,11 @@ class CompiledModel(nn.Module, Joinable):
 
     @property
     def schedule(self) -> DrawnSchedule:
-        """The order in which a step launches its operations, and their predicted timeline. Available from the first
-        step on. `.save(path)` draws it.
+        """The order in which a step launches its operations, and their predicted timeline. Available after the first
+        step. `.save(path)` draws it to a file.
 
-        The first prediction uses the cost model, later ones (from the twelfth step on) measured compute. On a single
-        process there is compute only.
+        The first prediction uses the cost model. From the twelfth step on, predictions use measured compute times. On a
+        single process the schedule contains only compute.
         """
         views = self._session.views
         return DrawnSchedule.from_schedule(views.schedule, views.background)
@@ -434,13 +445,13 @@ class CompiledModel(nn.Module, Joinable):
         return self._session.views.report()
 
     def metrics(self) -> dict[str, float]:
-        """Returns name -> value of the last complete step, for a logger. Times are available from the second backward
-        on.
+        """Returns the metrics of the last complete step by name, for a logger. Times are available from the second
+        backward on.
 
         A step lasts from the start of a backward to the start of the next, on this rank's host. `step_ms` is the sum of
         `loader_ms`, `forward_ms`, `backward_ms`, `optimizer_ms`, `your_code_ms`, `between_ms` and the waits:
         `wait_ids_ms`, `wait_embedding_ms`, `wait_dense_ms`, `wait_delayed_ms`, `wait_offload_ms`, `wait_reload_ms`,
-        `wait_storage_ms`. `sent_bytes` are the bytes that this rank sent; `sent_bytes_predicted` and `sent_bytes_ddp`
-        are predictions for embrace_fx and DDP.
+        `wait_storage_ms`. `sent_bytes` is the number of bytes that this rank sent. `sent_bytes_predicted` and
+        `sent_bytes_ddp` are the predicted numbers for embrace_fx and DDP.
         """
         return self._session.views.metrics()

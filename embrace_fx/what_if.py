@@ -66,8 +66,7 @@ class Forecast(Plan):
 
     @classmethod
     def predict(cls, planned: Plan, context: Context, graph: TrainingGraph) -> Forecast:
-        """Adds to a plan what is needed to predict its schedule from the captured graph. Returns the plan as a
-        forecast.
+        """Returns a plan as a forecast, which can also predict the plan's schedule.
 
         Args:
             planned: the plan.
@@ -91,7 +90,9 @@ class Forecast(Plan):
         return super().__hash__()
 
     def explain(self) -> str:
-        """Returns a text that lists every strategy compared, and the predicted reads of tables larger than memory."""
+        """Returns a text with all strategies that were compared, and the predicted storage reads of tables larger than
+        memory.
+        """
         step_ms = self.schedule.without_storage_ms if self.memory else None
         lines = (
             f"{name}, {readable_bytes(of.nbytes)} of memory: {of.describe(step_ms)}" for name, of in self.memory.items()
@@ -100,7 +101,9 @@ class Forecast(Plan):
 
     @cached_property
     def schedule(self) -> DrawnSchedule:
-        """The schedule: the launch order and the predicted timeline of rank 0. Its method `save` draws it to a file."""
+        """The predicted schedule: the launch order, and the timeline of rank 0. Its method `save` draws the schedule to
+        a file.
+        """
         tables = {table.parameter for table in self._graph.tables}
         compiled = run_passes(self._graph, training_passes(self, tables, 0))
         found = cut_communication(self, self._context.state.parameter)
@@ -112,7 +115,9 @@ class Forecast(Plan):
 
 
 class _SingleCommunicator(SingleProcess):
-    """A communicator for planning in one process: it acts as rank 0, and other ranks do not exist."""
+    """A communicator for planning in one process. The process acts as rank 0, and other ranks are assumed to be equal
+    to it.
+    """
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)
@@ -137,29 +142,33 @@ def plan(  # noqa: PLR0913
     table_memory: float | Mapping[str, float] | None = None,
     storage: tuple[StorageTier, ...] = (NVME,),
 ) -> Forecast:
-    """Returns the plan that `compile` would make on `world_size` ranks of a cluster. Needs one process and no network.
+    """Returns the plan that `compile` would make on `world_size` ranks of a cluster. Needs only one process and no
+    network.
 
-    The model is captured as in its first call; neither it nor the optimizer changes. `plan(...).explain()` prints the
-    predicted cost of every strategy, `plan(...).schedule.save("schedule.html")` draws the predicted schedule.
+    The model is captured as in its first training call. Neither the model nor the optimizer is changed.
+    `plan(...).explain()` returns the predicted cost of every strategy, and `plan(...).schedule.save("schedule.html")`
+    draws the predicted schedule.
 
     Args:
-        model: a plain module, in training mode; on the meta device it needs no memory.
-        batch: one rank's batch: a tensor, a tuple of arguments, or a mapping of keywords; or a list of these, one per
-            rank. With fewer batches than ranks, further ranks are assumed to draw ids independently, with the
-            frequencies in these batches (`embrace_fx.cost.sparsity.extrapolate`).
-        world_size: the number of ranks, or None for one per batch.
+        model: a plain module, in training mode. On the meta device it needs no memory.
+        batch: the batch of one rank, or a list with one batch for each rank. A batch is a tensor, a tuple of positional
+            arguments, or a mapping of keyword arguments. If there are fewer batches than ranks, the other ranks are
+            assumed to draw ids independently, as often as the given batches contain them
+            (`embrace_fx.cost.sparsity.extrapolate`).
+        world_size: the number of ranks. None: one rank for each batch.
         cluster: the links between ranks.
-        optimizer: as `compile` takes it.
-        strategy: as `compile` takes it.
-        schedule: as `compile` takes it.
-        row_updates: as `compile` takes it.
-        rows: as `compile` takes it.
-        table_memory: as `compile` takes it, in the device's memory.
-        storage: with `table_memory`, where the other rows are kept, the nearest first (`embrace_fx.cost.devices`).
+        optimizer: as for `compile`.
+        strategy: as for `compile`.
+        schedule: as for `compile`.
+        row_updates: as for `compile`.
+        rows: as for `compile`.
+        table_memory: as for `compile`: a limit on the device's memory.
+        storage: the storage tiers for rows that exceed `table_memory`, fastest first (`embrace_fx.cost.devices`).
 
     Raises:
         CaptureError: the forward cannot be captured.
-        ValueError: an option is unknown, the model is compiled, or there are no batches or fewer ranks than batches.
+        ValueError: an option is unknown, the model is compiled, there is no batch, or there are more batches than
+            ranks.
     """
     options = Options(strategy=strategy, schedule=schedule, row_updates=row_updates, cluster=cluster, rows=rows)
     if table_memory is not None:
@@ -214,7 +223,12 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
 
 
 def _capture_batch(model: nn.Module, state: ModelState, batch: Any) -> tuple[TrainingGraph, list[Any]]:
-    """Captures the graph of a model, whose state is given, with a batch. Returns the graph, and the flattened batch."""
+    """Captures a model's graph with one batch. Returns the graph and the flattened batch.
+
+    Args:
+        state: the model's parameters and tables.
+        batch: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
+    """
     args, kwargs = _split_arguments(batch)
     parameter = state.any_parameter()
     with restored_random_state(torch.device("cpu") if parameter is None else parameter.device):
@@ -236,11 +250,11 @@ def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _extrapolate_sparsity(
     graph: TrainingGraph, by_batch: Sequence[Mapping[str, tuple[Tensor, Tensor]]], ranks: int
 ) -> dict[str, Sparsity]:
-    """Extrapolates each table's sparsity from a few batches to `ranks` ranks. Returns table -> sparsity, for the tables
-    whose ids are known in all batches.
+    """Extrapolates each table's sparsity from a few batches to `ranks` ranks. Returns the sparsity by the table's name,
+    for tables whose ids are known in all batches.
 
     Args:
-        by_batch: for each batch, table -> (ids that get a gradient, with duplicates; unique rows).
+        by_batch: for each batch, maps a table's name to (ids that get a gradient, with duplicates; unique rows).
     """
     found = {}
     for table in graph.tables:
