@@ -52,10 +52,10 @@ def gradient_graph(
     autograd has computed, in the order of `parameters`.
 
     Args:
-        parameters: name -> trained parameter, in the order in which the forward probably reads them.
-        tables: names of the embedding tables among them. Batch input k of the graph holds the row ids in the gradient
-            of the k-th table.
-        whole: name of a sharded table -> the shape of the whole table.
+        parameters: the trained parameters by name, in the order in which the forward probably reads them.
+        tables: names of the embedding tables among them. Batch input k of the graph contains the row ids in the
+            gradient of the k-th table.
+        whole: maps the name of a sharded table to the shape of the whole table.
         in_rows: names of the tables whose gradients are sparse.
     """
     graph = fx.Graph()
@@ -79,8 +79,8 @@ def gradient_graph(
 
 
 def with_assumed_lookups(graph: TrainingGraph) -> TrainingGraph:
-    """Returns a copy of a gradient graph that reads each table as a summing `EmbeddingBag` would. The real lookups are
-    unknown, and a capture would most likely find such ones.
+    """Returns a copy of a gradient graph that reads each table like a summing `EmbeddingBag`. The real lookups are
+    unknown, because the forward is not captured, but most captures find lookups of this kind.
     """
     tables = (replace(t, uses=tuple(replace(use, kind="bag:sum") for use in t.uses)) for t in graph.tables)
     return replace(graph, tables=tuple(tables))

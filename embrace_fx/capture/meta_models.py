@@ -30,15 +30,15 @@ def on_fake_cpu(model: nn.Module, batch: Any) -> Iterator[tuple[nn.Module, Any]]
     """Opens a context that yields a copy of a model on the meta device, and a batch, both with fake CPU tensors, so
     that the model can be captured.
 
-    Tied parameters stay tied. Copy and batch are valid inside the context.
+    Tied parameters stay tied. The copy and the batch are valid only inside the context.
     """
     fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     twin = copy.deepcopy(model)  # copies no memory, because the model is on the meta device
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        """Returns a fake CPU tensor or parameter with the shape of a meta tensor; the same one each time for the same
-        tensor.
+        """Returns a fake CPU tensor or parameter with the shape of a meta tensor. Always returns the same one for the
+        same meta tensor.
         """
         if id(tensor) not in made:
             with fake_mode, torch.no_grad():

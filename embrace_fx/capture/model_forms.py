@@ -16,13 +16,14 @@ STATES = "__states"
 
 
 class TreeResults(nn.Module):
-    """Wraps Dynamo's graph as a module with the same parameter names, whose results are trees of tensors that share no
+    """Wraps Dynamo's graph as a module with the same parameter names. The module returns trees of tensors that share no
     memory.
 
     Args:
-        states: where the graph takes the values that the keyword argument `STATES` passes: for each, its position among
-            the graph's inputs, or None if the graph does not read it. With `states`, results are the graph's outputs,
-            from which side effects are repeated. None: results are the forward's.
+        graph: Dynamo's graph.
+        states: for each value in the keyword argument `STATES` of a call, its position among the graph's inputs, or
+            None if the graph does not read the value. With `states`, the module returns the outputs of the graph, from
+            which side effects can be repeated. Without `states`, it returns the results of the forward.
     """
 
     def __init__(self, graph: Any, states: tuple[int | None, ...] | None = None) -> None:
@@ -38,8 +39,8 @@ class TreeResults(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yields each module once, under one name. Ignores `remove_duplicate`.
 
-        Tracing replaces parameters by tensors, by name, and then restores them. For a module with two names it would
-        save the tensors as the parameters, and would not restore them.
+        Tracing replaces parameters by tensors, by name, and then restores them. If a module had two names, tracing
+        would mistake the tensors for its parameters, and would not restore the parameters.
         """
         found: Iterator[tuple[str, nn.Module]] = super().named_modules(memo, prefix)
         return found

@@ -88,16 +88,16 @@ class ModelWatch:
         return self._module_state() != self._were or self._root_state() != self._root_was
 
     def refusal(self) -> RuntimeError | None:
-        """Returns the error to raise if a parameter was added, removed, replaced, or converted to another dtype since
-        it was recorded, or None.
+        """Returns the error to raise if a parameter has been added, removed, replaced, or converted to another dtype
+        since the last record. Returns None if there is no such parameter.
         """
         if (name := self._replaced_parameter()) is not None:
             return RuntimeError(OTHER_PARAMETERS.format(name))
         return None if (name := self._converted_parameter()) is None else RuntimeError(CONVERTED.format(name))
 
     def renamed(self) -> dict[str, str]:
-        """Returns old name -> new name of the parameters whose names have changed since they were recorded. Empty if
-        the parameters themselves have changed.
+        """Maps the old to the new name of each parameter that has been renamed since the last record. Returns an empty
+        dict if parameters have also been added, removed or replaced.
         """
         now = self._ids_by_name()
         old, new = ({number: name for name, number in reversed(names.items())} for names in (self._names, now))
@@ -138,8 +138,8 @@ class ModelWatch:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root_state(self) -> tuple[Any, ...]:
-        """Returns the forward and the hooks of the outermost module, to detect changes. Guards of graphs check those of
-        submodules.
+        """Returns the forward and the hooks of the outermost module, to detect changes. The guards of captured graphs
+        check the forwards and hooks of submodules.
         """
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks

@@ -12,14 +12,16 @@ from torch import Tensor, nn
 LAYERS = (nn.Embedding, nn.EmbeddingBag)
 """The classes of lookup layers."""
 LEAST_SHARE = 1 / 16
-"""Share of a table's rows that the largest number of a tensor reaches if it is likely to hold the table's ids."""
+"""A tensor probably contains a table's ids if its largest value is at least this share of the table's number of rows.
+"""
 _INTEGERS = (torch.int64, torch.int32)
 
 
 def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool = False) -> list[str]:
-    """Returns those of the parameter names in `names` that are weights of embedding layers.
+    """Returns the names of the parameters that are weights of embedding layers.
 
     Args:
+        names: the names of the parameters to consider.
         only_sparse: whether to consider only layers with `sparse=True`.
     """
     layers = [each for each in model.modules() if isinstance(each, LAYERS)]
@@ -29,8 +31,8 @@ def lookup_tables(model: nn.Module, names: Collection[str], *, only_sparse: bool
 
 
 def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns name -> parameter for parameters that may be embedding tables: trained matrices that only one module
-    uses, an embedding layer or a module that is not torch's.
+    """Returns the parameters that may be embedding tables, by name. These are the trainable matrices that are used by
+    exactly one module, which is an embedding layer or a module not defined by torch.
     """
     named = [(f"{name}.", module) for name, module in model.named_modules() if module._parameters]
     shared = Counter(id(parameter) for _, module in named for parameter in module._parameters.values())
@@ -44,8 +46,8 @@ def possible_tables(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns name -> parameter for weights that may belong to output layers: those of linear layers with as many rows
-    as an embedding.
+    """Returns the weights that may belong to output layers, by name. These are the trainable weights of linear layers
+    that have as many rows as an embedding.
     """
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -54,26 +56,34 @@ def possible_heads(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
-    """Returns whether a batch probably has both ids and labels: at least two of its tensors of integers, `ids`, whose
-    largest values fit the rows of the output layer's weight `head`.
+    """Returns whether a batch probably contains both ids and labels. This is assumed if at least two of its tensors
+    have a largest value that fits the number of rows of `head`.
+
+    Args:
+        ids: the integer tensors of the batch.
+        head: the weight of the output layer.
     """
     largest = [int(each.max()) for each in ids]
     return sum(LEAST_SHARE * len(head) <= most < len(head) for most in largest) > 1
 
 
 def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
-    """Returns the tensors of a batch that may hold ids: those of integers. `leaves` are the flattened arguments of the
-    call.
+    """Returns the nonempty integer tensors of a batch, which may contain ids. `leaves` are the flattened arguments of
+    the call.
     """
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
 
 
 def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Returns the distinct row ids of a table that a batch probably reads: the values of the integer tensors in `ids`
-    whose range fits `num_rows` best. Returns all rows if none fits.
+    """Returns the distinct row ids (K,) of a table that a batch probably reads. Returns all rows if no tensor fits the
+    table.
 
-    Tensors with only small numbers may be ids of a sorted or a large table, or counts. They are used only if no others
-    fit.
+    A tensor fits if all of its values are row ids of the table. A tensor with only small values may contain ids of a
+    sorted or a large table, or counts. Such tensors are used only if no others fit.
+
+    Args:
+        ids: the integer tensors of the batch.
+        num_rows: the number of rows of the table.
     """
     fitting, likely = [], []
     for each in ids:

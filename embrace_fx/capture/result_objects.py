@@ -30,8 +30,11 @@ _CONSTANTS = (torch.dtype, torch.device, torch.layout, type, enum.Enum, types.Fu
 
 @dataclass(frozen=True)
 class _FlattenedObject:
-    """Replaces an object among a forward's results while it is traced: the object's class (`kind`) and its attributes
-    by name.
+    """A pytree node that replaces an object among a forward's results during tracing.
+
+    Attributes:
+        kind: the object's class.
+        attributes: the object's attributes by name.
     """
 
     kind: type
@@ -59,9 +62,9 @@ def flatten_result(result: Any, inputs: Iterable[Any] = (), *, every: bool = Fal
     """Flattens a forward's result to a tree of tensors and numbers, with a `_FlattenedObject` in place of each object.
 
     Args:
-        inputs: the forward's arguments and parameters. A result that needs a gradient and shares memory with one of
-            them, or with another result, is copied.
-        every: whether to copy results that need no gradient, too, if they share memory.
+        inputs: the forward's arguments and parameters. A result that needs a gradient is copied if it shares memory
+            with one of them, or with another result.
+        every: whether to also copy results that need no gradient if they share memory.
     """
     return _flatten_objects(
         result, _ids_to_copy(pytree.tree_leaves(_flatten_objects(result, frozenset())), inputs, every)

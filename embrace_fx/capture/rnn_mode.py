@@ -128,7 +128,7 @@ def _run_layers(
 
     Args:
         stack: the options of all layers.
-        input: (T, B, I), or (R, I) if packed.
+        input: shape (T, B, I) for T time steps, B sequences and I features, or (R, I) for a packed input with R rows.
         hx, params: the initial states and flat weights, as `torch.lstm` takes them.
     """
     is_lstm = stack.cell == "lstm"
@@ -157,7 +157,7 @@ def _run_layer(
 
     Args:
         stack: the options of all layers.
-        input: (T, B, I), or (R, I) if packed.
+        input: shape (T, B, I) for T time steps, B sequences and I features, or (R, I) for a packed input with R rows.
         h0: the initial hidden state.
         c0: the initial cell state of an LSTM, else None.
         weights: the layer's weights, and biases if it has any, in the order of `torch.lstm`.
@@ -201,7 +201,9 @@ def choose_kernel(cell: str, input: Tensor, projected: bool, packed: bool) -> st
 
 
 def _cast_for_autocast(tensor: Tensor) -> Tensor:
-    """Casts a tensor to the active autocast dtype, as autocast does for matrix products. float64 tensors stay."""
+    """Casts a tensor to the active autocast dtype, as autocast does for the inputs of matrix products. Returns float64
+    tensors and integer tensors unchanged, and all tensors if autocast is disabled.
+    """
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
