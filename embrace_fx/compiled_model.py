@@ -280,7 +280,8 @@ class CompiledModel(nn.Module, Joinable):
         self._session.model.zero_grad(set_to_none)  # calls the plain model's method, which reads no parameters
         self._session.state.unreduced.clear()  # gradients accumulated under `no_sync` are dropped too
 
-    # The caller may write parameters. So apply pending updates, and drop rows fetched in advance, before returning them.
+    # These methods apply pending updates before they return parameters, and drop rows that were fetched in advance,
+    # because the caller may write the parameters.
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Applies all pending updates, because the caller may change parameters, and returns an iterator over the

@@ -45,22 +45,23 @@ class Captured:
     """A captured graph, and the conditions under which it is valid for a call of the model.
 
     Attributes:
-        graph: forward and backward; only the forward if captured with `train=False`.
+        graph: forward and backward, or only the forward if captured with `train=False`.
         result_spec: the tree structure of the model's results.
-        result_constants: index among the flattened results -> a result that is not a tensor and the same for every
-            batch.
-        route: "graph" if the forward is captured, "eager" if only gradients are exchanged by the graph.
-        replay: repeats the forward's side effects, and builds its results from the graph's outputs. None: no side
-            effects.
-        guard: torch's shape guards, compiled to a Python expression over the batch's tensors. None if any shapes are
+        result_constants: maps the index of a flattened result to its value, for results that are not tensors and are
+            the same for every batch.
+        route: "graph" if the forward is captured, "eager" if the graph only exchanges gradients.
+        guard: torch's shape guards, compiled to a Python expression over the batch's tensors. None if all shapes are
             valid.
-        guarded: indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, ...
-        fakes: the traced values of the guarded inputs; empty if nothing is guarded.
+        guarded: the indices, among the graph's inputs, of the tensors and numbers that `guard` calls t0, t1, and so on.
+        fakes: the traced values of the guarded inputs, or () if nothing is guarded.
         conditions: values of the model, of globals and of closures that must not change while the graph is valid.
-        written: indices, among the flattened arguments, of the tensors that the forward writes.
-        constants: index among the flattened arguments -> an argument that the forward reads and that is not a tensor.
-        names: index among the flattened arguments -> its name as an expression, such as `L['weight']`.
-        deciding: names of numbers that cannot become inputs of the graph, because their value decides what it computes.
+        replay: repeats the forward's side effects, and builds its results from the graph's outputs. None if the forward
+            has no side effects, and the graph reads no values from objects.
+        written: the indices, among the flattened arguments, of the tensors that the forward modifies in place.
+        constants: maps the index of a flattened argument to its value, for arguments that the forward reads and that
+            are not tensors.
+        names: maps the index of a flattened argument to the expression that reads it, such as `L['weight']`.
+        deciding: names of numbers that cannot become inputs of the graph, because their value decides what is computed.
     """
 
     graph: TrainingGraph
@@ -84,11 +85,11 @@ class Captured:
         return replace(self, guard=_compile_guard(self.fakes)) if self.fakes else self
 
     def changed_constants(self, leaves: Sequence[Any]) -> list[Changed]:
-        """Returns the constants of the graph whose values differ from those at the capture, so that the graph is
-        invalid. Returns [] if only shapes differ.
+        """Returns the constants of the graph whose values have changed since the capture. The graph is then invalid for
+        the call. Returns an empty list if the call differs only in shapes.
 
         Args:
-            leaves: flattened arguments of the call.
+            leaves: the flattened arguments of the call.
         """
         constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
         changed = [Changed(name, value, now) for name, value, now in constants if not same_constant(now, value)]
@@ -102,7 +103,7 @@ class Captured:
         return self.replay is not None and bool(self.replay.switches)
 
     def inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Returns the graph's inputs for a call: the arguments, and the current values that the graph reads from
+        """Returns the graph's inputs for a call: the flattened arguments, then the values that the graph reads from
         attributes of objects.
 
         Args:
@@ -122,7 +123,8 @@ class Captured:
         return own if self.replay is None else self.replay(own, args, kwargs)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether the graph is valid for a call. Types and dtypes of its arguments must have been checked.
+        """Returns whether the graph is valid for a call. The caller has already checked the types and dtypes of the
+        arguments.
 
         Args:
             leaves: the flattened arguments of the call.
@@ -150,13 +152,14 @@ def capture(
     dynamic: frozenset[tuple[int, int]] = frozenset(),
     values: Collection[str] = (),
 ) -> Captured:
-    """Captures the model's forward as a graph of ATen ops, with its backward if `train`.
+    """Captures the model's forward as a graph of ATen ops.
 
     Args:
         args, kwargs: one batch, exactly as the model is called with it.
+        train: whether to capture the backward, too.
         dynamic: (index among the flattened arguments, dimension) pairs whose size may vary from batch to batch.
-        values: expressions such as `L['self'].scale` for numbers and attributes with tensors that become inputs of the
-            graph. Other values become constants.
+        values: expressions, such as `L['self'].scale`, that read numbers or tensors from the model or from arguments.
+            Their values become inputs of the graph. All other values become constants.
 
     Raises:
         CaptureError: the forward cannot be captured; the message names the user's line.
@@ -195,7 +198,7 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
 
 
 def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> Captured:
-    """Builds a `Captured` from a trace: assigns roles to the graph's inputs and outputs, and compiles the guards.
+    """Builds a `Captured` from a trace. Assigns roles to the graph's inputs and outputs, and compiles the guards.
 
     Args:
         traced: the result of tracing the model.
@@ -228,10 +231,10 @@ def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> 
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:
-    """Raises `RefusedError` if the forward writes an argument that shares memory with another argument.
+    """Raises `RefusedError` if an argument that the forward modifies in place shares memory with another argument.
 
     Args:
-        written: indices of the flattened arguments that the forward writes.
+        written: indices of the flattened arguments that the forward modifies.
         leaves: the flattened arguments.
         kind: the model's class name, for the message.
     """
@@ -245,8 +248,8 @@ def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: s
 
 
 def _refuse_fake_constants(module: fx.GraphModule) -> None:
-    """Raises `CaptureError` if the graph contains a fake tensor as a constant, because the forward reads a parameter of
-    another model.
+    """Raises `CaptureError` if the graph contains a fake tensor as a constant. This happens if the forward reads a
+    parameter that does not belong to the model.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target), None), FakeTensor):
@@ -259,13 +262,12 @@ def _refuse_fake_constants(module: fx.GraphModule) -> None:
 def _guarded_values(
     fake_mode: Any, placeholders: Mapping[int, fx.Node], leaves: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[Tensor | Symbol, ...]]:
-    """Returns the indices of the graph inputs to which shape guards may refer, and the traced values of these
-    inputs.
+    """Returns the indices of the graph inputs to which shape guards may refer, and the traced values of these inputs.
 
     Args:
         fake_mode: torch's fake tensor mode of the trace, or None if nothing is fake.
-        placeholders: index of a graph input -> its placeholder.
-        leaves: the flattened arguments.
+        placeholders: maps the index of a graph input to its placeholder.
+        leaves: the values of the graph's inputs: the flattened arguments, and values read from objects.
     """
     if fake_mode is None or fake_mode.shape_env is None:
         return (), ()
@@ -282,6 +284,9 @@ def _compile_guard(fakes: Sequence[Any]) -> types.CodeType | None:
 
     Args:
         fakes: the traced values of the guarded inputs.
+
+    Raises:
+        CaptureError: the forward branches on the value of a tensor.
     """
     first = fakes[0]
     sizes: Any = first.fake_mode.shape_env if isinstance(first, FakeTensor) else first.node.shape_env

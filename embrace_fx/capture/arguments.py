@@ -28,8 +28,8 @@ _TAKEN = (
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flattens the arguments of a call with pytree. Returns (leaves, tree structure). Equal structures are the same
-    object.
+    """Flattens the arguments of a call with pytree. Returns (leaves, tree structure). Calls with equal structures
+    return the same structure object.
     """
     leaves = [*args, *kwargs.values()]
     # Usually there are no containers. Skip pytree then, because it makes five Python calls per argument.
@@ -113,11 +113,12 @@ def check_read_arguments(leaves: Sequence[Any], kind: str) -> None:
 
 
 def find_shared_memory(written: Collection[int], leaves: Sequence[Any]) -> tuple[int, int] | None:
-    """Finds an argument that the forward writes and that shares memory with another one. Returns the indices of both,
-    or None.
+    """Finds an argument that the forward modifies in place and that shares memory with another argument. Returns the
+    indices of both, or None.
 
     Args:
-        written: indices among `leaves`, the flattened arguments.
+        written: indices of the arguments that the forward modifies.
+        leaves: the flattened arguments.
     """
     for k in written:
         for other, leaf in enumerate(leaves):
@@ -145,8 +146,8 @@ def _describe(leaf: Any) -> str:
 
 
 def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, str]:
-    """Returns index -> Dynamo's name, such as `L["ids"]`, of each flattened argument of a forward. Empty if names
-    cannot be determined.
+    """Maps the index of each flattened argument of a forward to Dynamo's name for it, such as `L["ids"]`. Returns an
+    empty dict if the names cannot be determined.
 
     Args:
         function: the forward, unbound.
@@ -175,11 +176,11 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:
-    """Returns index -> value of the flattened arguments that a forward reads and that are not tensors.
+    """Returns the values of the flattened arguments that a forward reads and that are not tensors, by their index.
 
     Args:
         leaves: the flattened arguments.
-        names: index -> Dynamo's name. An argument without a name counts as read.
+        names: maps the index of an argument to Dynamo's name for it. An argument without a name counts as read.
         guards: names that Dynamo has guarded, because the forward reads them. "L[" stands for all arguments.
     """
     every = {k: leaf for k, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)}
@@ -191,9 +192,7 @@ def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Coll
 
 
 def same_constant(one: Any, other: Any) -> bool:
-    """Returns whether two non-tensor arguments have the same type and equal values, so that one graph is valid for
-    both.
-    """
+    """Returns whether two non-tensor arguments have the same type and equal values, so that one graph suits both."""
     if one is other or type(one) is not type(other):
         return one is other
     try:

@@ -24,7 +24,7 @@ from embrace_fx.runtime.tables.pending_parameters import apply_pending
 @cache
 def close_bypasses() -> None:
     """Patches the functions of torch that bypass `__torch_function__`, so that they first apply delayed optimizer
-    updates of the parameters among their arguments. Does so once per process.
+    updates of the parameters among their arguments. Does nothing after its first call in a process.
     """
     takers = (
         *((Tensor, name) for name in ("_make_subclass", "set_")),

@@ -29,7 +29,7 @@ _SAVING = (torch_checkpoint.CheckpointPolicy.MUST_SAVE, torch_checkpoint.Checkpo
 @contextlib.contextmanager
 def record_checkpoint_regions() -> Iterator[None]:
     """Opens a context in which tracing marks each node of a function under `torch.utils.checkpoint` with the function's
-    region: its number, after the numbers of the regions around it.
+    region. A region is a tuple of numbers: those of the enclosing regions, outermost first, then its own number.
     """
     regions = _Regions()
     generator, function = torch_checkpoint._checkpoint_without_reentrant_generator, torch_checkpoint.CheckpointFunction
@@ -52,8 +52,12 @@ class _Regions:
         self._numbers = itertools.count()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Replaces `CheckpointFunction.apply`, the reentrant mode: runs the function once, in a new region. `preserve`,
-        which concerns random numbers, is ignored.
+        """Replaces `CheckpointFunction.apply`, which implements the reentrant mode. Runs the function once, in a new
+        region.
+
+        Args:
+            preserve: whether torch would restore random states in the backward; ignored.
+            args: the function's arguments.
         """
         with self._open_region(contextlib.nullcontext()):
             return function(*args)
@@ -66,8 +70,8 @@ class _Regions:
         *args: Any,
         **kwargs: Any,
     ) -> Iterator[None]:
-        """Replaces torch's generator that runs before and after a function in the non-reentrant mode. Marks the
-        function's nodes with a new region instead of saving its inputs. Has the same arguments.
+        """Replaces torch's generator that runs before and after a function in the non-reentrant mode, and takes the
+        same arguments. Marks the function's nodes with a new region instead of saving its inputs.
         """
         forward_context, _ = context_fn()
         with self._open_region(forward_context):
@@ -75,8 +79,8 @@ class _Regions:
 
     @contextlib.contextmanager
     def _open_region(self, context: Any) -> Iterator[None]:
-        """Opens a new region. Nodes traced in it get `meta["region"]`: the region's number, after those of the regions
-        around it. Nodes that an inner region has marked keep their mark.
+        """Opens a new region. Sets `meta["region"]` of the nodes traced in it to the numbers of the enclosing regions
+        and the region's own number. Nodes that an inner region has marked keep their mark.
 
         Args:
             context: the user's context for the forward, such as a selective checkpointing policy. Entered inside the
@@ -94,7 +98,7 @@ class _Regions:
         if mode is not None:
             nodes = mode.tracer.graph.nodes
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
-                # A selective checkpointing policy has set this entry, or Dynamo ("always").
+                # This entry was set by a selective checkpointing policy, or by Dynamo, which sets it to "always".
                 policy = node.meta.pop("recompute", None)
                 if "region" not in node.meta:
                     node.meta["region"], node.meta["kept"] = path, policy in _SAVING

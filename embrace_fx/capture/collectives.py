@@ -27,7 +27,7 @@ _FUNCTIONS = frozenset(
     )
     for name in names
 )
-"""Functions that Dynamo would trace or replace. It stops at all others by itself."""
+"""Collectives that Dynamo would trace or replace. It stops at all other collectives by itself."""
 
 
 class _RefusedCollective(UserFunctionVariable):
@@ -50,8 +50,8 @@ def refuse_collectives() -> Iterator[None]:
         return inspect.isfunction(variable) and variable in _FUNCTIONS
 
     def refused(tx: Any, old_fn: Any, source: Any, **options: Any) -> _RefusedCollective:
-        """Returns the variable that Dynamo traces in place of a collective; calling it raises. Replaces a function of
-        Dynamo, and has its arguments.
+        """Returns the variable that Dynamo traces in place of a collective, and that raises when called. Replaces a
+        function of Dynamo, and takes its arguments.
         """
         return _RefusedCollective(old_fn, source=source, **options)
 

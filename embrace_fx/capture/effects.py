@@ -37,8 +37,8 @@ class Effects:
 
     Attributes:
         objects: Dynamo's names of the objects whose attributes or items the forward writes.
-        attributes: name of a written attribute -> the constant assigned to it: `L['self'].count` -> 1. `_NO_CONSTANT`
-            if the value is not constant.
+        attributes: maps the name of a written attribute, such as `L['self'].count`, to the constant assigned to it, or
+            to `_NO_CONSTANT` if the value is not a constant.
         prints: whether the forward prints or logs.
         tensor_hooks: whether the forward registers hooks on tensors.
         globals: names of global variables that the forward assigns.
@@ -137,13 +137,13 @@ class ReplayedEffects:
     """Repeats a captured forward's side effects at each call, with code that Dynamo has generated.
 
     Attributes:
-        run: Dynamo's code, with the forward's arguments. Instead of running a graph, it takes the graph's outputs from
-            the top of `outputs`.
+        run: Dynamo's code, as a function of the forward's arguments. It repeats the side effects and returns the
+            forward's result. Instead of running a graph, it takes the graph's outputs from the top of `outputs`.
         outputs: a stack with the graph's outputs while `run` runs.
         model: the object whose method the forward is, or None if it is a function.
         objects: expressions over `scope` for the objects whose attributes or items are written.
-        states: where to read tensors and numbers that the graph takes besides the batch's tensors: an expression over
-            `scope`, or an index among the flattened arguments.
+        states: where to read the values of additional inputs of the graph, such as tensors in attributes and numbers.
+            Each item is an expression over `scope`, or an index among the flattened arguments.
         scope: the variables that the expressions refer to.
         switches: whether the forward assigns a new constant to an attribute that it also reads.
     """
@@ -168,12 +168,12 @@ class ReplayedEffects:
         model.
 
         Args:
-            leaves: the flattened arguments of the call; some of the values are among them.
+            leaves: the flattened arguments of the call, which may include some of the values.
         """
         return [leaves[each] if isinstance(each, int) else eval(each, dict(self.scope)) for each in self.states]
 
     def writes_items_of(self, holder: Mapping[str, Any]) -> bool:
-        """Returns whether the forward assigns items of the dict `holder`."""
+        """Returns whether the forward assigns items of the dict `holder`, such as a module's `_buffers`."""
         return any(
             found is holder for name in self.objects if (found := _evaluated_or_none(name, self.scope)) is not None
         )
@@ -188,8 +188,8 @@ def _evaluated_or_none(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
-    """Returns position -> expression for the inputs of Dynamo's graph that are read from attributes of the model or
-    from globals, except parameters and buffers.
+    """Returns the inputs of Dynamo's graph that are read from attributes of the model or from globals, except
+    parameters and buffers. The result maps the position of each input to the expression that reads it.
 
     Args:
         model_name: Dynamo's name for the model.
@@ -210,8 +210,7 @@ def build_replay(
     Args:
         out: Dynamo's result of tracing the forward.
         effects: the forward's side effects.
-        states: where to read the graph's inputs besides the batch's tensors: expressions, or indices among the
-            flattened arguments.
+        states: as for `ReplayedEffects`.
         values: the values that Dynamo guards.
     """
     outputs: list[Sequence[Any]] = []

@@ -91,9 +91,10 @@ def explain_failed_capture(model: nn.Module, error: Exception, raised: Exception
 
 
 def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """Returns the error that the forward itself raises on a batch, or None. Runs the forward once, eagerly and without
-    gradients, if the error of the capture may come from the forward. Buffers and random numbers are restored
-    afterwards, and nothing is sent.
+    """Returns the error that the forward itself raises on a batch, or None.
+
+    If the error of the capture may come from the forward, this runs the forward once, eagerly and without gradients.
+    The run stops at the forward's first collective. Buffers and random states are restored afterwards.
 
     Args:
         args, kwargs: the batch.
@@ -122,8 +123,8 @@ def raised_by_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _error_seen_by_dynamo(error: Exception) -> Exception | None:
-    """Returns the built-in exception that the forward raised while Dynamo traced it, rebuilt from the message of
-    Dynamo's error, or None if the message names none.
+    """Returns the built-in exception that the forward raised while Dynamo traced it. It is rebuilt from the message of
+    Dynamo's error. Returns None if the message names no exception.
     """
     found = re.search(r"raised exception (\w+)(\(.*\))", str(error))
     kind = getattr(builtins, found[1], None) if found is not None else None
@@ -165,8 +166,8 @@ def _untraceable_call(error: Exception) -> str:
 
 
 def _short_reason(error: Exception) -> str:
-    """Returns the reason of a failed capture in one line: the function that Dynamo does not trace, or the error's first
-    line.
+    """Returns the reason of a failed capture in one line, such as the function that Dynamo does not trace, or the first
+    line of the error.
     """
     if skipped := _untraceable_call(error):
         return f"calls {skipped}()"
@@ -205,8 +206,7 @@ def _frames(error: Exception) -> list[tuple[str, str, str]]:
 
 
 def line_of_branch(conditions: Sequence[str]) -> str:
-    """Returns the user's line that branches on the last of these conditions, as "file:line in function", or "" if
-    unknown.
+    """Returns the user's line that branches on the last of `conditions`, as "file:line in function", or "" if unknown.
 
     torch shortens the file's path in the conditions. The full path is looked up among the loaded files.
 

@@ -12,7 +12,7 @@ def pause_garbage_collection() -> Iterator[None]:
     """Opens a context without cyclic garbage collection.
 
     A capture creates millions of objects that live until its end, so collections would find nothing and take a sixth of
-    the time. In a first step a collection takes 0.2 s, and the other ranks wait for the rank that collects.
+    the capture's time. In a first step, a collection takes 0.2 s, and the other ranks wait for the rank that collects.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -38,16 +38,15 @@ class Conditions:
     """The conditions under which a captured graph stays valid: Dynamo's guards, except those on the batch.
 
     Attributes:
-        values: the guarded values at the capture, to compare in place of the guards.
-        manager: torch's guard manager. None if the guards do not hold even right after the capture; `values` are
-            compared then.
-        frame: the local variables that the guards refer to: only the model.
-        cells: closure variable of the forward -> its cell.
+        values: the guarded values at the capture. They are compared with the current values if `manager` is None.
+        manager: torch's guard manager, or None if the guards do not hold even right after the capture.
+        frame: the local variables that the guards refer to, which are only the model.
+        cells: maps the name of each closure variable of the forward to its cell.
         kept: objects that are guarded by identity, kept alive so that no other object gets their address.
-        tensors: constants of the graph that must not change: tensors, compared by identity, and NumPy numbers, compared
-            by value.
-        numbers: tensors whose values the forward has read as Python numbers (such as `.item()` of an attribute), which
-            are constants of the graph. Parameters and buffers are excluded, because graphs read these at each call.
+        tensors: constants of the graph whose content the guards do not check: tensors, which are compared by identity,
+            and NumPy numbers, which are compared by value.
+        numbers: tensors whose values the forward has read as Python numbers, for example by `.item()`, which makes the
+            numbers constants of the graph. Parameters and buffers are excluded, because graphs read these at each call.
     """
 
     values: ReadValues
@@ -70,10 +69,10 @@ class Conditions:
         return bool(self.manager.check(frame)) and self.tensors.are_unchanged()
 
     def to_scope_name(self, name: str, model_name: str) -> str:
-        """Returns the expression that reads a value in the scope of `values`, converted from Dynamo's name of the
-        value.
+        """Converts Dynamo's name of a value to the expression that reads the value in the scope of `values`.
 
         Args:
+            name: Dynamo's name of the value.
             model_name: Dynamo's name for the model.
         """
         name = name.replace(model_name, "L['self']")
@@ -82,13 +81,15 @@ class Conditions:
         return name if root is None or not cell else f"C[{root[1]!r}].cell_contents{name[root.end() :]}"
 
     def without(self, tensors: Collection[str | int]) -> Conditions:
-        """Returns a copy without the conditions on the tensors with these names, for tensors that became inputs of the
-        graph.
+        """Returns a copy without the conditions on some values, for values that became inputs of the graph.
+
+        Args:
+            tensors: the expressions that read the values. Indices of arguments among them are ignored.
         """
         return replace(self, tensors=self.tensors.without(tensors), values=self.values.without(tensors))
 
     def without_broken(self) -> Conditions:
-        """Returns a copy without the conditions that no longer hold after the capture itself has run the forward."""
+        """Returns a copy without the conditions that no longer hold because the capture itself has run the forward."""
         written = {id(each) for each in self.numbers.written()}
         own = replace(
             self, numbers=VersionSnapshot.of_tensors(each for each in self.numbers.tensors if id(each) not in written)
@@ -97,8 +98,12 @@ class Conditions:
 
 
 def to_dynamo_name(name: str, model_name: str) -> str:
-    """Returns Dynamo's name of a value, converted from the expression that reads the value: the inverse of
-    `Conditions.to_scope_name`. `model_name` is Dynamo's name for the model.
+    """Converts the expression that reads a value to Dynamo's name of the value. This is the inverse of
+    `Conditions.to_scope_name`.
+
+    Args:
+        name: the expression.
+        model_name: Dynamo's name for the model.
     """
     return re.sub(r"C\['(\w+)'\]\.cell_contents", r"L['\1']", name.replace("L['self']", model_name))
 
@@ -127,7 +132,7 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module) -> Conditions:
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
     def is_checked(name: str) -> bool:
-        """Returns whether to check the guard on the value with this name of Dynamo's at each call."""
+        """Returns whether to check the guard on a value at each call. `name` is Dynamo's name of the value."""
         root = re.search(r"\b([LG])\['(\w+)'\]", name)
         if root is None or OF_PROGRAMS.search(name):
             return False
@@ -191,14 +196,14 @@ def _guarded_value(builder: Any, guard: Any) -> object:
 def _read_guarded_values(
     output: Any, function: types.FunctionType, model: nn.Module, model_name: str, cells: Mapping[str, Any]
 ) -> ReadValues:
-    """Returns the values that Dynamo guards, except those of the batch, parameters and buffers, to compare with at
-    later calls.
+    """Returns the values that Dynamo guards, except those of the batch, parameters and buffers. Later calls compare
+    their current values with these.
 
     Args:
         output: Dynamo's output graph, which has the guards.
         function: the forward, unbound.
         model_name: Dynamo's name for the model.
-        cells: closure variable of the forward -> its cell.
+        cells: maps the name of each closure variable of the forward to its cell.
     """
     names = []
     for guard in output.guards:

@@ -48,23 +48,23 @@ def numbers_as_inputs(names: Collection[str]) -> Iterator[None]:
 
 
 def symbols_of(sizes: ShapeEnv, names: Collection[str]) -> dict[str, Symbol]:
-    """Returns name -> symbol for those of `names` that Dynamo has made symbolic. Numbers whose value decided what was
-    traced have no symbol.
+    """Returns the symbols that Dynamo has created for Python numbers, by the number's name. A number has no symbol if
+    its value decided what was traced.
 
     Args:
         sizes: the shape environment of the trace.
-        names: Dynamo's names of numbers.
+        names: Dynamo's names of the numbers.
     """
     tracked = {each.source.name: each.fake for each in sizes.tracked_fakes or () if isinstance(each.fake, Symbol)}
     return {name: symbol for name, symbol in tracked.items() if name in names}
 
 
 def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, int]:
-    """Returns name -> position among the inputs of Dynamo's graph for each number. Makes the graph take floats instead
-    of the tensors that Dynamo wraps them in.
+    """Returns the position of each number among the inputs of Dynamo's graph, by the number's name. Also changes the
+    graph to take floats instead of the tensors in which Dynamo wraps them.
 
     Args:
-        symbols: name of the number -> its symbol.
+        symbols: the numbers' symbols by name.
 
     Raises:
         CaptureError: a float is divided with `//` or `%`. Torch rounds the quotient down, which for 0.5 // 0.1 gives 5,
@@ -90,7 +90,7 @@ def number_inputs(graph: fx.Graph, symbols: Mapping[str, Symbol]) -> dict[str, i
 
 def fixed_by_guards(symbols: Mapping[str, Symbol]) -> frozenset[str]:
     """Returns the names of numbers whose value is fixed by a guard, so that the graph is valid for that value only.
-    `symbols` maps names to symbols.
+    `symbols` contains the numbers' symbols by name.
     """
     values = {name: symbol.node.shape_env.replace(symbol.node._expr) for name, symbol in symbols.items()}
     return frozenset(name for name, value in values.items() if value.is_number)

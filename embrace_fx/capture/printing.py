@@ -91,8 +91,8 @@ def _break_graph(function: Any) -> NoReturn:
 
 
 def _formatted(value: Any) -> Any:
-    """Returns Dynamo's variable for an argument of a print, with lists and constant containers turned into text at
-    once, because the forward may change them before they are printed. Other variables are returned unchanged.
+    """Converts Dynamo's variable for an argument of `print`. Lists and constant containers become text immediately,
+    because the forward may change them before they are printed. Other variables are returned unchanged.
     """
     if isinstance(value, _AS_THEY_ARE):
         return value

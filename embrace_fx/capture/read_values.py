@@ -70,8 +70,12 @@ class ReadValues:
 
     @staticmethod
     def evaluate(names: Iterable[str], scope: Mapping[str, Any]) -> ReadValues:
-        """Returns expressions, given as source text in `names`, with their current values. Leaves out those that cannot
-        be evaluated with the variables of `scope`, or whose values cannot be compared.
+        """Evaluates expressions, and returns them with their values. Leaves out expressions that cannot be evaluated,
+        or whose values cannot be compared.
+
+        Args:
+            names: the expressions, as source text.
+            scope: the variables that the expressions refer to.
         """
         own = dict(scope)
         return ReadValues._compile({name: v for name, v in _evaluate(names, own).items() if _comparable(v)}, own)
@@ -81,7 +85,7 @@ class ReadValues:
         """Compiles expressions to one piece of code, and returns them with their values as `ReadValues`.
 
         Args:
-            values: expression, as source text -> its value.
+            values: maps each expression, as source text, to its value.
             scope: the variables that the expressions refer to.
         """
         code = compile("(" + "".join(f"{name}, " for name in values) + ")", "<values read>", "eval")
@@ -125,11 +129,11 @@ _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"
 
 
 def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
-    """Returns a snapshot, to detect later writes, of the tensors from which the graph reads Python numbers, by calls
-    such as `.item()`.
+    """Returns a snapshot of the tensors from which the graph reads Python numbers, by calls such as `.item()`. The
+    snapshot detects later writes of these tensors.
 
     Args:
-        constants: input of the graph -> its tensor.
+        constants: maps an input of the graph to its tensor.
     """
     made = {node: {node} for node in constants}
     read: set[fx.Node] = set()
@@ -143,8 +147,8 @@ def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]
 
 
 def _read_through_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
-    """Rewrites an expression that reads a class attribute to read it through the instance, whose own attribute may
-    shadow it.
+    """Rewrites an expression that reads a class attribute, so that it reads the attribute from the instance. An
+    instance attribute of that name may shadow the class attribute.
 
     Args:
         match: a match of `_OF_CLASS`, with the instance and the attribute's name.
@@ -165,8 +169,8 @@ def to_user_expression(name: str) -> str:
 
 
 def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
-    """Maps each expression in `names` to its value, with the variables of `scope`. Skips those that refer to temporary
-    objects of the trace.
+    """Maps each expression in `names` to its value, with the variables of `scope`. Skips expressions that cannot be
+    evaluated, for example because they refer to temporary objects of the trace.
     """
     found = {}
     for name in (_OF_CLASS.sub(lambda match: _read_through_instance(match, scope), each) for each in names):
@@ -176,15 +180,17 @@ def _evaluate(names: Iterable[str], scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> bool:
-    """Returns whether a change of a value can be detected: plain values, arrays, and tensors other than parameters."""
+    """Returns whether a change of a value can be detected. This is true for plain values, arrays, and tensors other
+    than parameters.
+    """
     return isinstance(value, (*_PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Returns whether `a` and `b` are the same: plain values of equal type and value, tuples by item, others by
-    identity.
+    """Returns whether two values are the same. Plain values are compared by type and value, tuples by item, and others
+    by identity.
     """
     if a is b or type(a) is not type(b):
         return a is b

@@ -33,12 +33,12 @@ _IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 @dataclass(frozen=True)
 class GraphWithRoles:
-    """A traced graph with a role (parameter, batch input, gradient, ..) for each input and output.
+    """A traced graph in which each input and output has a role, such as parameter, batch input or gradient.
 
     Attributes:
         module: the graph.
-        constants: index among the flattened results -> a result that is not a tensor.
-        batch: index among the flattened arguments -> the graph's placeholder for that tensor or number.
+        constants: maps the index of a flattened result to its value, for results that are not tensors.
+        batch: maps the index of a flattened argument to the graph's placeholder for that tensor or number.
     """
 
     module: fx.GraphModule
@@ -47,16 +47,16 @@ class GraphWithRoles:
 
 
 def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[int] = ()) -> GraphWithRoles:
-    """Assigns roles (parameter, batch input, gradient, ..) and readable names to the inputs and outputs of a traced
-    graph, and removes unused nodes.
+    """Assigns a role, such as parameter, batch input or gradient, and a readable name to each input and output of a
+    traced graph. Removes unused nodes.
 
     Args:
         joint: AOTAutograd's graph of forward and backward, with descriptions of inputs and outputs.
         constants: indices of the flattened arguments that are constants of the graph.
 
     Raises:
-        CaptureError: an input or output has none of these roles, for example because a result is a view of another, or
-            because the forward changes and reads a parameter.
+        CaptureError: an input or output has no such role, for example because a result is a view of another, or because
+            the forward modifies a parameter and then reads it.
     """
     first_names = _first_names(model)
     module = _flat_module(joint)
@@ -88,8 +88,14 @@ def assign_roles(joint: fx.GraphModule, model: nn.Module, constants: Collection[
 
 
 def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
-    """Removes the input `tangent`, the gradient of a parameter's value after the forward has changed it in place, as an
-    embedding's `max_norm` does. It is always zero. Raises `CaptureError` if the forward also uses the changed value.
+    """Removes an input of the graph that is always zero: the gradient of the value that a parameter has after the
+    forward has modified it in place, as an embedding with `max_norm` does.
+
+    Args:
+        tangent: the placeholder of the input.
+
+    Raises:
+        CaptureError: the forward also computes with the modified value.
     """
     for user in list(tangent.users):
         if user.target is torch.ops.aten.add.Tensor and not user.kwargs:
@@ -109,8 +115,8 @@ def _drop_zero_tangent(module: fx.GraphModule, tangent: fx.Node) -> None:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Returns, for every name of a parameter or buffer, the first name of the same tensor. They differ for tied
-    parameters.
+    """Maps every name of a parameter or buffer to the first name of the same tensor. Only tied parameters have several
+    names.
     """
     first: dict[int, str] = {}
     names: dict[str, str] = {}
@@ -144,7 +150,10 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
     Args:
         desc: AOTAutograd's description of the input.
-        first_names: name of a parameter or buffer -> the first name of the same tensor.
+        first_names: maps every name of a parameter or buffer to the first name of the same tensor.
+
+    Raises:
+        CaptureError: the input has no role, for example because a result is a view.
     """
     match desc:
         case aot.ParamAOTInput(target=target):
@@ -162,11 +171,11 @@ def _input_role(desc: Any, first_names: Mapping[str, str]) -> InputRole:
 
 
 def _set_output_roles(module: fx.GraphModule, first_names: Mapping[str, str]) -> dict[int, Any]:
-    """Sets the roles of a graph's outputs. Removes outputs that are constants, and returns them by index among the
-    results.
+    """Sets the roles of a graph's outputs. Removes outputs that are constants, and returns these by their index among
+    the results.
 
     Args:
-        first_names: name of a parameter or buffer -> the first name of the same tensor.
+        first_names: maps every name of a parameter or buffer to the first name of the same tensor.
     """
     output = module.graph.output_node()
     values: list[fx.Node] = []

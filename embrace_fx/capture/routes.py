@@ -56,14 +56,15 @@ class Traced:
 
     Attributes:
         joint: AOTAutograd's graph of forward and backward, or only of the forward. Inputs and outputs have
-            descriptions, and constants of the batch are still inputs.
+            descriptions. Constants of the batch have not yet been removed from the inputs.
         out_spec: the tree structure of the model's results.
         fake_mode: torch's fake tensor mode of the trace, or None.
         conditions: the conditions under which the graph stays valid.
         replay: repeats the forward's side effects from the graph's results, or None if there are none.
-        constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
-        names: index among the flattened arguments -> Dynamo's name of the argument.
-        symbols: name of a number that is an input of the graph -> its symbol.
+        constants: maps the index of a flattened argument to its value, for arguments that the forward reads and that
+            are not tensors.
+        names: maps the index of a flattened argument to Dynamo's name for it.
+        symbols: the symbols of the numbers that are inputs of the graph, by name.
     """
 
     joint: fx.GraphModule
@@ -79,8 +80,8 @@ class Traced:
 def copies_to_mark(
     args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: frozenset[tuple[int, int]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments with uninitialized copies in place of all tensors, and with dynamic dimensions marked for
-    Dynamo.
+    """Returns the arguments of a call with uninitialized copies in place of all tensors. Dynamic dimensions of the
+    copies are marked for Dynamo.
 
     Each copy begins at the start of its own storage, because batches sliced from one long tensor have varying offsets.
 
@@ -105,7 +106,7 @@ def copies_to_mark(
 def quiet_dynamo() -> Iterator[None]:
     """Opens a context with Dynamo's options for a capture, and without its warnings.
 
-    Numbers are constants, and only marked sizes vary, regardless of other models that Dynamo has traced.
+    Python numbers become constants, and only marked sizes vary. Other models that Dynamo has traced do not change this.
     """
     options = {
         "allow_rnn": True,
@@ -131,15 +132,16 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """Computes `torch.nn.functional.linear` as a single product that includes the bias, for inputs of any memory
     format.
 
-    torch would add the bias to the result where the input is not contiguous, such as an RNN's with `batch_first`.
+    For inputs that are not contiguous, such as the output of an RNN with `batch_first`, torch would add the bias in a
+    separate op.
     """
     copies = bias is not None and input.dim() == 3
     return torch.nn.functional.linear(input.contiguous() if copies else input, weight, bias)
 
 
 def _replace_untraceable_calls(read: fx.GraphModule) -> None:
-    """Replaces calls of RNNs, `linear`, and lookups with sparse gradients in Dynamo's graph and nested graphs by calls
-    that can be traced to ATen.
+    """Replaces some calls in Dynamo's graph, and in nested graphs, by calls that can be traced to ATen. These are calls
+    of RNNs, of `linear`, and lookups with sparse gradients.
 
     ATen graphs do not support the layout of sparse gradients. `meta["custom"]` marks the lookups that requested one.
     """
@@ -165,7 +167,7 @@ def _replace_untraceable_calls(read: fx.GraphModule) -> None:
 
 
 UNREAD = "an argument that the forward does not read"
-"""Replaces an argument that the forward does not read while a graph is traced."""
+"""During tracing, this text replaces each argument that the forward does not read."""
 
 
 def trace(
@@ -176,12 +178,12 @@ def trace(
     values: Collection[str] = (),
     reads_all: bool = False,
 ) -> Traced:
-    """Traces a model's forward and backward; only the forward if gradients are disabled.
+    """Traces a model's forward and backward, or only the forward if gradients are disabled.
 
     Args:
         args, kwargs: one batch, as the model is called with it.
-        values: expressions such as `L['self'].scale` for numbers and attributes with tensors that become inputs of the
-            graph.
+        values: expressions, such as `L['self'].scale`, that read numbers or tensors from the model or from arguments.
+            Their values become inputs of the graph.
         reads_all: whether to treat all arguments as read, even those that Dynamo has not guarded.
     """
     itself = name_of_model(model)
@@ -223,7 +225,8 @@ def _without_unread(
     """Returns the arguments with `UNREAD` in place of each one that is not a tensor and that the forward does not read.
 
     Args:
-        read: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
+        read: maps the index of a flattened argument to its value, for arguments that the forward reads and that are not
+            tensors.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     kept = [leaf if isinstance(leaf, Tensor) or k in read else UNREAD for k, leaf in enumerate(leaves)]
@@ -234,12 +237,12 @@ def _without_unread(
 def _make_states_inputs(
     model: nn.Module, read: _Read, symbols: Mapping[str, Symbol], model_name: str
 ) -> tuple[TreeResults, list[Any], ReplayedEffects]:
-    """Turns values that the forward reads from attributes or globals, and numbers that may vary, into additional inputs
-    of the graph.
+    """Adds inputs to the graph for values that the forward reads from attributes or globals, and for numbers that may
+    vary.
 
     Args:
         read: the forward, traced by Dynamo.
-        symbols: Dynamo's name of a number that may vary -> its symbol.
+        symbols: the symbols of the numbers that may vary, by Dynamo's name.
         model_name: Dynamo's name for the model.
 
     Returns:
@@ -263,7 +266,7 @@ def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> 
 
     Args:
         read: the forward, traced by Dynamo.
-        symbols: Dynamo's name of a number that is an input -> its symbol.
+        symbols: the symbols of the numbers that are inputs, by Dynamo's name.
         model_name: Dynamo's name for the model.
     """
     of_arguments = {name: k for k, name in read.names.items()}
@@ -271,8 +274,8 @@ def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> 
 
 
 def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
-    """Returns a snapshot, to detect later writes, of the tensors in attributes and globals from which Dynamo's graph
-    reads Python numbers.
+    """Returns a snapshot of the tensors in attributes and globals from which Dynamo's graph reads Python numbers. The
+    snapshot detects later writes of these tensors.
 
     Args:
         model_name: Dynamo's name for the model.
@@ -293,8 +296,9 @@ class _Read:
         conditions: the conditions under which the graph stays valid.
         effects: the forward's side effects.
         args, kwargs: the batch, with `UNREAD` for arguments that the forward does not read.
-        constants: index among the flattened arguments -> an argument that is not a tensor and that the forward reads.
-        names: index among the flattened arguments -> Dynamo's name of the argument.
+        constants: maps the index of a flattened argument to its value, for arguments that the forward reads and that
+            are not tensors.
+        names: maps the index of a flattened argument to Dynamo's name for it.
     """
 
     gm: fx.GraphModule
@@ -311,7 +315,7 @@ def _trace_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     """Traces a forward with Dynamo.
 
     Dynamo runs every call on fake tensors to find shapes, and unrolling an RNN would fix its number of steps.
-    `KeepRnnWhole` prevents that, but makes Dynamo take half as long again, so it is used only for models that call an
+    `KeepRnnWhole` prevents that, but makes Dynamo take 1.5 times as long, so it is used only for models that call an
     RNN.
 
     Args:
