@@ -28,11 +28,11 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 
 class EagerCalls:
-    """Runs calls of a model whose forward is not captured: forward and backward run eagerly, then gradients are
+    """Runs calls of a model whose forward is not captured. Forward and backward run eagerly, then gradients are
     exchanged.
 
     Attributes:
-        reason: the reason, in one line, why calls run eagerly, or "" if they are captured.
+        reason: why calls run eagerly, in one line, or "" if they are captured.
     """
 
     def __init__(self, context: Context, programs: Programs) -> None:
@@ -48,11 +48,11 @@ class EagerCalls:
         self._rows: dict[str, Tensor] = {}  # table -> rows of a recent gradient
         self._came: tuple[str, ...] = ()  # parameters in the order of their gradients in the first backward
         self._order: tuple[str, ...] = ()  # the order of gradients for which the plan was made
-        # Cached: (names of the state, the same names in the order of buckets).
+        # A cache: the state's names, and the same names in the order of buckets.
         self._sorted: tuple[tuple[str, ...], list[str]] | None = None
 
     def take_over(self, reason: str) -> None:
-        """Makes all later calls of the model run eagerly, for this reason."""
+        """Makes all later calls of the model run eagerly, and logs the reason."""
         self.reason = reason
         self._context.optimizer_hooks.of_any_layout = True
         self._programs.cache.clear()
@@ -61,15 +61,18 @@ class EagerCalls:
             log("%s runs eagerly, with whole tables: %s", type(self._context.model).__name__, reason)
 
     def extend_plan(self) -> None:
-        """Changes the plan to fit all ranks' batches, or makes calls run eagerly if a capture failed. Collective."""
+        """Changes the plan to fit all ranks' batches. If a rank could not capture its forward, makes all calls run
+        eagerly instead. Collective.
+        """
         if reason := self._programs.extend_plan():
             self.take_over(reason)
             entry = self._entry(self._trained(), train=True)
             self._programs.replan(entry, self._rows_of(entry), reason)
 
     def call(self, call: Arguments) -> Any:
-        """Runs the user's forward eagerly on a batch, as a step of the model. Collective. A call inside a backward, as
-        by a checkpoint that recomputes its forward, is not a new step.
+        """Runs the user's forward eagerly on a batch, as a step of the model. Collective.
+
+        A call inside a backward, such as when activation checkpointing recomputes the model, only runs the forward.
         """
         if call.train and self._accumulation.backward is not None:
             return self._context.model(*call.args, **call.kwargs)
@@ -110,7 +113,7 @@ class EagerCalls:
         return model(*call.args, **call.kwargs)
 
     def evaluates(self) -> bool:
-        """Returns whether forwards without gradients run eagerly, even if training runs captured graphs."""
+        """Returns whether forwards without gradients run eagerly. They can, even if training runs captured graphs."""
         plan, options = self._programs.plan, self._context.options
         if plan is None or plan.sharded or plan.renormed or options.backend != "eager":
             return False
@@ -132,7 +135,12 @@ class EagerCalls:
         return self._run(self._entry(trained, train=False), trained, call, accumulates=False)
 
     def _entry(self, trained: Mapping[str, nn.Parameter], *, train: bool) -> Entry:
-        """Returns the cache entry of eager calls that train the parameters `trained`, made at the first call."""
+        """Returns the cache entry of eager calls, and makes it at the first call.
+
+        Args:
+            trained: the parameters whose gradients are exchanged, by name.
+            train: whether the calls train.
+        """
         kind = self._programs.cache["eager", tuple(trained), train]
         if not kind.found:
             name = self._context.state.names[0]
@@ -141,8 +149,11 @@ class EagerCalls:
         return kind.found[0]
 
     def _rows_of(self, entry: Entry, leaves: Sequence[Any] = ()) -> list[Tensor]:
-        """Returns, for each table of an entry, ids of rows that a recent gradient had. If a table had no gradient yet,
-        returns those that the flattened batch `leaves` may read.
+        """Returns, for each table of an entry, the row ids (K,) of a recent gradient. For a table without a gradient so
+        far, returns the rows that the batch may read.
+
+        Args:
+            leaves: the flattened batch.
         """
         tables, rows = entry.analysed.tables, self._rows
         if unknown := [table for table in tables if table.parameter not in rows]:
@@ -153,7 +164,14 @@ class EagerCalls:
         return [rows[table.parameter] for table in tables]
 
     def _sample_rows(self, gradients: Mapping[str, Tensor]) -> None:
-        """Records row ids of gradients every few steps. The first time, requests buckets in the gradients' order."""
+        """Records, every few steps, the row ids of the tables' gradients.
+
+        At the first backward, also records the order of the gradients, and requests that buckets be filled in this
+        order.
+
+        Args:
+            gradients: the gradients of a backward by parameter name, in the order in which autograd computed them.
+        """
         if self._came and (not self._tables or self._programs.counters.calls % SAMPLED_EVERY):
             return
         if not self._came:
@@ -164,8 +182,8 @@ class EagerCalls:
             self._rows[name] = torch.arange(0, device="cpu") if gradient is None else _nonzero_rows(gradient).cpu()
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters whose gradients are exchanged. Parameters without a gradient in the first backward
-        come first, then all others in the reverse order of their gradients in that backward.
+        """Returns the parameters whose gradients are exchanged, by name. Parameters without a gradient in the first
+        backward come first, then all others in the reverse order of their gradients in that backward.
 
         Buckets are filled from the end of this order, and launched once they are full.
         """
@@ -195,7 +213,14 @@ class EagerCalls:
         self._accumulation.forget()
 
     def _run(self, entry: Entry, trained: Mapping[str, nn.Parameter], call: Arguments, *, accumulates: bool) -> Any:
-        """Announces a call, prepares the exchange of `trained`'s gradients, and returns the eager forward's result."""
+        """Runs the eager forward of a call and returns its result. Announces the step to the other ranks, and prepares
+        the exchange of gradients.
+
+        Args:
+            entry: the cache entry of the call.
+            trained: the parameters whose gradients are exchanged, by name.
+            accumulates: whether gradients are accumulated instead of reduced (`no_sync`).
+        """
         context = self._context
         if self.reason:
             context.state.hooked = frozenset()  # autograd itself calls the gradient hooks
@@ -223,7 +248,7 @@ class EagerCalls:
         return results
 
     def _log_written(self, tables: list[str]) -> None:
-        """Logs, once, that a forward writes these tables, so that replicas may differ."""
+        """Logs that a forward writes these tables, so that replicas may differ. Logs only once."""
         if not self._logged_written and self._context.communicator.rank == 0:
             log(_WRITTEN, ", ".join(tables))
         self._logged_written = True
@@ -236,7 +261,7 @@ _WRITTEN = (
 
 
 def _nonzero_rows(gradient: Tensor) -> Tensor:
-    """Returns the ids of a gradient's rows: those of the nonzero rows if it is dense, those of all stored rows if it is
+    """Returns the ids (K,) of a gradient's nonzero rows if the gradient is dense, or of all its stored rows if it is
     sparse.
     """
     return gradient._indices()[0].unique() if gradient.is_sparse else block_bitmap(gradient).nonzero().view(-1)

@@ -1,4 +1,4 @@
-"""Runs calls under the graph route: finds a valid capture for a batch, or makes one, and runs its program."""
+"""Runs calls of captured forwards: finds a capture that is valid for a batch, or makes one, and runs its program."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 
 MAX_CAPTURES = 32
-"""Most captures of one model: each takes seconds, and shapes that never repeat would cost them at every step. Torch's
-own limit of recompilations is of this order."""
+"""Maximum number of captures of one model. A capture takes seconds, so shapes that never repeat would slow down every
+step. Torch's own limit of recompilations is of the same order.
+"""
 
 MOST_UNUSED_OF_FLOATS, MOST_UNUSED = 3, 8
-"""Most captures in a row for a value that differs, if none has served a second call. A float that differs in
-each call is annealed, and does not return; a task's number returns after all tasks have had their turn."""
+"""Maximum number of consecutive captures for different values, if no capture has served a second call. A float that
+differs in each call is probably annealed, and does not take the same value again. An integer, such as the number of a
+task, may repeat after all other tasks have been run.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +51,9 @@ class GraphCalls:
     def call(self, call: Arguments) -> Any:
         """Runs the model on a batch and returns its output. Collective.
 
-        Raises on every rank: PlanDoesNotFit if the plan must change first, RunsEagerly if a forward cannot be captured.
+        Raises:
+            PlanDoesNotFit: the plan must be changed before this call; raised on every rank.
+            RunsEagerly: some rank cannot capture the forward; raised on every rank.
         """
         programs, leaves, train = self._programs, call.leaves, call.train
         kind = programs.cache[call_key(self._watch.modes(), leaves, call.spec, train)]
@@ -92,7 +97,8 @@ class GraphCalls:
 
         Args:
             entry: an entry whose capture is valid for the batch.
-            kind: the entries of calls with the same cache key, used if compiling makes `entry` invalid for the batch.
+            kind: the entries of calls with the same cache key. If compiling makes `entry` invalid for the batch,
+                another of these is used, or a new one.
         """
         accumulates = call.train and not self._context.state.synchronised
         compiles = accumulates not in entry.programs
@@ -102,7 +108,13 @@ class GraphCalls:
         return entry, program
 
     def _next_batch(self, captures: Entries, program: Program, leaves: Sequence[Any]) -> NextBatch | None:
-        """Prepares the exchange of the next batch's ids in this step. Returns None if that batch is unknown."""
+        """Prepares to exchange the ids of the next batch during this step. Returns None if the next batch is not known.
+
+        Args:
+            captures: the cache entries of calls with this call's cache key.
+            program: the program of this step.
+            leaves: this call's flattened arguments.
+        """
         coming = self._lookahead.following(leaves)
         if coming is None and self._lookahead.known and program.flow.looks_ahead:
             self._lookahead.warn_of_other_batch()
@@ -118,7 +130,8 @@ class GraphCalls:
             kind: the entries of calls with this call's cache key, which the future batch is assumed to share.
             leaves: this call's flattened arguments.
             coming: the future batch's flattened arguments, or None if they are not known.
-            is_next: whether the future batch is the next one, whose rows are sent early if its program overlaps steps.
+            is_next: whether the future batch is the next one. Its rows are sent during this step if its program
+                overlaps steps.
         """
         if coming is None or signature(coming) != signature(leaves):
             return None
@@ -138,7 +151,13 @@ class GraphCalls:
             return None
 
     def _capture(self, captures: Entries, call: Arguments) -> Entry:
-        """Captures the forward together with other ranks, and returns the entry. Raises if it must run eagerly."""
+        """Captures the forward and adds the capture to the cache entries `captures`. Returns the new entry. Collective.
+
+        Raises:
+            RunsEagerly: some rank cannot capture the forward of the first call; raised on every rank.
+            PlanDoesNotFit: some rank cannot capture the forward of a later call; raised on every rank.
+            CaptureError: the forward cannot be captured, and must not run eagerly.
+        """
         context, programs = self._context, self._programs
         failure, captured, rank = None, None, context.communicator.rank
         programs.flow.apply()
@@ -171,7 +190,11 @@ class GraphCalls:
         return entry
 
     def _captured(self, kind: Entries, call: Arguments) -> Captured:
-        """Captures the forward with a batch. Sizes that vary between calls of this cache key become symbolic."""
+        """Captures the forward with a batch. Sizes that vary between calls of this cache key become symbolic.
+
+        Raises:
+            CaptureError: the model has been captured too often, or the forward cannot be captured.
+        """
         changed = kind.found[-1].captured.changed_constants(call.leaves) if kind.found else []
         kind.values |= {each.name for each in changed if each.name and each.can_be_input} - kind.deciding
         constant = next((each for each in changed if each.name not in kind.values), None)
@@ -199,7 +222,9 @@ class GraphCalls:
         return replace(captured, conditions=captured.conditions.without_broken())
 
     def _capture_with_inputs(self, captures: Entries, call: Arguments) -> Captured:
-        """Captures the forward. Values that have changed since earlier captures become inputs instead of constants."""
+        """Captures the forward. Values that have changed since earlier captures become inputs of the graph instead of
+        constants.
+        """
         whole = {name: table.shape for name, table in self._context.state.tables.items()}
         captured_as = partial(capture, self._context.model, train=call.train, dynamic=varying_sizes(captures))
         while True:
@@ -220,10 +245,11 @@ class GraphCalls:
 
 def varying_sizes(captures: Entries) -> frozenset[tuple[int, int]]:
     """Returns the tensor sizes that may differ in later calls, because they differed between `captures`. Each is given
-    as (index of the flattened argument, dimension).
+    as (index among the flattened arguments, dimension).
 
-    If any size has varied, first dimensions are included too, because such a loader usually ends with a short batch. A
-    first dimension that equals a varying size stays constant, because torch would use the same symbol for both.
+    If any size has varied, first dimensions are included too, because a loader of such batches usually ends with a
+    short batch. A first dimension that equals a varying size stays constant, because torch would use the same symbol
+    for both.
     """
     current = captures.shapes[-1]
     sizes = {(index, dim): size for index, shape in current.items() for dim, size in enumerate(shape)}

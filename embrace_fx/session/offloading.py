@@ -1,4 +1,4 @@
-"""Chooses where a model's values are offloaded to, a directory or a GPU's host, and measures the speed."""
+"""Chooses where a model's values are offloaded to (a directory, or a GPU's host), and measures the speed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from embrace_fx.setup.context import Context
 
 
 def set_up_offloading(context: Context, compute: Compute) -> tuple[Copies | None, CopyRate]:
-    """Prepares offloading of values saved for the backward. Returns the object that copies them (None if there is no
-    place for copies) and the rate of copies on the slowest rank. Collective if a place exists.
+    """Prepares offloading of values saved for the backward. Returns the object that copies them, and the rate of copies
+    on the slowest rank. Collective, unless there is no place to copy to; then returns (None, `NO_COPIES`).
 
     Args:
         compute: the assumed speed of compute. Only the ratios of its time estimates are right, so the rate is expressed

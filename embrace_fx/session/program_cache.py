@@ -1,4 +1,6 @@
-"""The cache of a model's programs: call -> key -> captures that calls of the key may share -> program."""
+"""The cache of a model's programs. A call's key selects cache entries, each with a capture and the programs compiled
+from it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,12 @@ from embrace_fx.vocabulary.graph import TrainingGraph
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one call of the model, as passed (`args`, `kwargs`) and flattened.
+    """The arguments of one call of the model.
 
     Attributes:
-        leaves: the flattened arguments, whose structure is `spec`.
+        args, kwargs: the arguments as passed.
+        leaves: the flattened arguments.
+        spec: the tree structure of the arguments.
         train: whether gradients are enabled, so that a backward may follow.
     """
 
@@ -36,10 +40,12 @@ class Entry:
     """A cache entry: one capture of the forward, and the programs compiled from it.
 
     Attributes:
+        captured: the capture.
         analysed: the captured graph, in which tables have been found.
         train: whether the graph has a backward.
-        programs: whether gradients are accumulated (`no_sync`) -> program, compiled when first needed.
-        reused: how many calls have used the capture, besides the one for which it was made.
+        programs: the program that reduces gradients (key False), and the one that accumulates them under `no_sync` (key
+            True). Each is compiled when first needed.
+        reused: the number of calls that have used the capture, besides the call for which it was made.
     """
 
     captured: Captured
@@ -54,9 +60,9 @@ class Entries:
     """The cache entries of calls with the same cache key, which differ only in shapes and constants.
 
     Attributes:
-        found: the entries, in order of their capture.
-        shapes: for each capture's batch, index of a tensor -> its shape.
-        values: names of numbers that changed between calls and so are inputs of graphs instead of constants.
+        found: the entries, in the order of their capture.
+        shapes: for each capture, the shapes of the tensors in its batch, by index among the flattened arguments.
+        values: names of numbers that have changed between calls, and have therefore become inputs of graphs.
         deciding: names of numbers that have changed but cannot become inputs, because their values decide what is
             computed.
     """
@@ -77,7 +83,8 @@ class Entries:
 class ProgramCache(dict[Any, Entries]):
     """The cache entries of a model's calls, by cache key (`call_key`).
 
-    Calls whose arguments have the same structure and dtypes share their `shapes`, in training and in evaluation.
+    Calls whose arguments have the same structure and dtypes share one list `Entries.shapes`, in training and in
+    evaluation.
 
     Attributes:
         captures: the number of captures made so far.
@@ -103,12 +110,12 @@ class StepCounters:
     """The counters and requests that all calls of a model share.
 
     Attributes:
-        calls: number of training calls.
+        calls: the number of training calls.
         replan_for: the reason why this rank requests another plan, or "".
-        rows_seen: table whose strategy depends on it (`Plan.watched`) -> how many rows the next step reads.
-        authority: the rank from which other ranks get their buffers.
+        rows_seen: the number of rows that the next step reads, by the name of the table, for tables in `Plan.watched`.
+        authority: the rank whose buffers all ranks use.
         uneven: whether ranks may have run different numbers of optimizer steps (`join`).
-        ahead: how many batches the loader is read ahead.
+        ahead: the number of batches that are read from the loader in advance.
     """
 
     calls: int = 0
@@ -120,13 +127,14 @@ class StepCounters:
 
 
 def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSpec, train: bool) -> Any:
-    """Returns the cache key of a call: structure, dtypes, autocast, and whether it trains. Calls with equal keys differ
-    only in shapes and constants.
+    """Returns the cache key of a call: structure and dtypes of its arguments, modes of modules, autocast, and whether
+    it trains. Calls with equal keys differ only in shapes and constants.
 
     Args:
-        modes: the training mode of each module.
+        modes: the training mode of each module, then `requires_grad` of each parameter.
         leaves: the flattened arguments.
-        spec: the unique object for their structure, as returned by `flatten_arguments`.
+        spec: the tree structure of the arguments, as returned by `flatten_arguments`.
+        train: whether gradients are enabled.
     """
     autocast: tuple[Any, ...] = ()
     for device in ("cpu", "cuda"):

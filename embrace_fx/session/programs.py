@@ -1,9 +1,9 @@
-"""The programs of one model's calls, and the plan they run under.
+"""The programs of one model's calls, and the plan under which they run.
 
-    call -> key -> entry (a capture) -> program under the plan in use
+    call -> key -> entry (a capture) -> program under the current plan
 
-A plan is made once, for the first training batch. Another one takes its place, with all that was built under it, by
-`replan` where it is asked for, or by `change` where a batch, an optimizer or the user needs tables whole.
+The first plan is made for the first training batch. Another plan, with new programs, replaces it if `replan` is
+requested, or if a batch, an optimizer or the user needs whole tables.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.plan_summary import summarize
 
 ONCE_IN = 100
-"""Calls within which no plan is made twice for the same reason."""
+"""Number of calls within which no second plan is made for the same reason."""
 USER = "model.replan()"
 DRIFT = "the number of rows that batches read has changed"
 MODULE = "a module has changed"
@@ -63,7 +63,7 @@ class Programs:
     """The compiled programs of a model's calls, and the plan under which they run.
 
     Args:
-        on_other_batch: called when the model gets another batch than the one prepared as the next.
+        on_other_batch: called when the model is called with a batch other than the one that was prepared as the next.
         on_placed: called after a plan has placed the tables; its argument is whether this is the first plan.
 
     Attributes:
@@ -73,7 +73,7 @@ class Programs:
         counters: counters that all calls share.
         buffers: makes the model's buffers equal on all ranks.
         links: the measured links, or None.
-        records: whether each new program starts to record its steps, inside `record()`.
+        records: whether steps are to be recorded, because a `record()` context is open.
     """
 
     def __init__(self, context: Context, on_other_batch: Callable[[], None], on_placed: Callable[[bool], None]) -> None:
@@ -101,7 +101,7 @@ class Programs:
 
     @property
     def flow(self) -> CommPipeline:
-        """The communication of the current plan that continues from one step to the next."""
+        """The communication of the current plan, which continues from one step to the next."""
         return self._no_steps if self.pipeline is None else self.pipeline.flow
 
     @property
@@ -117,8 +117,10 @@ class Programs:
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool = False) -> Program:
-        """Returns the program for a cache entry under the current plan, compiling it at the first call. If
-        `accumulates`, the program does not reduce gradients.
+        """Returns a cache entry's program under the current plan. Compiles it at the first call.
+
+        Args:
+            accumulates: whether the program accumulates gradients instead of reducing them (`no_sync`).
 
         Raises:
             PlanDoesNotFit: the plan must be changed first; raised on every rank.
@@ -130,7 +132,7 @@ class Programs:
             # All ranks build a program at this point, so a failure of one must be announced to all.
             begins = entry.train and not pipeline.built
             self.check_fit(found, activity_code(train=entry.train, reduces=not accumulates), meets=begins)
-        for each in (False, accumulates):  # the program that reduces gradients comes first, because it starts the flow
+        for each in (False, accumulates):  # build the reducing program first, because it sets up the flow
             if each not in entry.programs:
                 with stage("compiling", self._context.communicator.rank), pause_garbage_collection():
                     pipeline.build(entry, accumulates=each)
@@ -146,9 +148,15 @@ class Programs:
     # -- the plan ------------------------------------------------------------------------------------------------------
 
     def make_first_plan(self, entry: Entry, leaves: Sequence[Any]) -> None:
-        """Makes the plan, places parameters by it, and builds the first program. Collective.
+        """Makes the plan, places parameters accordingly, and builds the first program. Collective.
 
-        Raises on every rank: PeerFailure for a bad batch, ValueError for options that do not fit the model.
+        Args:
+            entry: the cache entry of the first training call.
+            leaves: the inputs of its graph.
+
+        Raises:
+            PeerFailure: some rank's batch is bad; raised on every rank.
+            ValueError: the options do not fit the model; raised on every rank.
         """
         context, analysed, given, findings = self._context, entry.analysed, self._context.options.given_plan, None
         rank = context.communicator.rank
@@ -169,13 +177,19 @@ class Programs:
             log("%s", summarize(self.in_use.plan))
 
     def _adopt(self, plan: Plan, findings: Findings | None) -> None:
-        """Makes a plan, decided from `findings`, the current one. If this raises, the old plan stays."""
+        """Replaces the current plan by `plan`. If this raises an error, the old plan stays in use.
+
+        Args:
+            findings: the planner's input from which the plan was decided, or None.
+        """
         self.pipeline = StepPipeline(self._context, plan, findings, self.counters, self.buffers, self._on_other_batch)
         log_text("plan", lambda: str(plan))
 
     def ask_to_replan(self, reason: str) -> bool:
-        """Requests another plan with the next announcement. Returns False, and requests nothing, if the options fix the
-        plan or if the same reason was given within the last `ONCE_IN` calls.
+        """Requests another plan in this rank's next announcement.
+
+        Returns False, without a request, if the options fix the plan, or if another plan was requested for the same
+        reason within the last `ONCE_IN` calls. Otherwise returns True.
         """
         calls, last, options = self.counters.calls, self._replanned.get(reason), self._context.options
         fixed = options.given_plan is not None or options.table_memory is not None  # a working set cannot be replanned
@@ -186,7 +200,9 @@ class Programs:
         return True
 
     def observe(self) -> None:
-        """Checks, at every `SAMPLED_EVERY`-th call, how many rows batches read. Requests a plan if that has changed."""
+        """Checks, at every `SAMPLED_EVERY`-th call, how many rows batches read. Requests a new plan if this number has
+        changed.
+        """
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
@@ -194,13 +210,15 @@ class Programs:
                 self.ask_to_replan(DRIFT)
 
     def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:
-        """Makes a new plan from this batch of every rank. Collective. If it raises, it does so on every rank, and the
-        old plan stays.
+        """Makes a new plan from the current batches of all ranks. Collective. If this fails, an error is raised on
+        every rank, and the old plan stays in use.
 
         Args:
+            entry: the cache entry of this rank's call.
+            leaves: the flattened arguments of the call, or, if it runs eagerly, the row ids of each table.
             reason: why the plan must change now. With "", the reason is that of the rank that requested a plan in its
-                announcement. The old plan then stays if a rank has unfinished work or has run out of batches (`join`),
-                because a plan is made from the batches of all ranks.
+                announcement. In this case, the old plan stays in use if a rank has unfinished work or has run out of
+                batches (`join`), because a plan is made from the batches of all ranks.
         """
         context, pipeline, forced = self._context, self.in_use, bool(reason)
         old, communicator, asked = pipeline.plan, context.communicator, self.counters
@@ -240,18 +258,18 @@ class Programs:
             log("planned again %s", describe_replan(self.counters.calls, reason, old, new))
 
     def use_plan(self, new: Plan, reason: str) -> None:
-        """Makes `new`, a modified copy of the current plan, the current one, and logs the reason. Collective."""
+        """Replaces the current plan by `new`, a modified copy of it, and logs the reason. Collective."""
         analysed = next(self.cache.entries()).analysed
         self._replace_plan(analysed, new, self.in_use.findings, reason)
 
     def check_fit(self, violation: PlanViolation, activity: int, *, meets: bool = False) -> None:
-        """Raises PlanDoesNotFit on all ranks, so that they change the plan together, if some rank's batch needs a
-        change.
+        """Raises PlanDoesNotFit on all ranks if some rank's batch needs another plan, so that all ranks change the plan
+        together.
 
         Args:
-            violation: what this rank's batch needs that the plan lacks.
-            activity: the mode of the call, as `Context.activity` returns it.
-            meets: whether all ranks call this method, including ranks whose batches fit the plan.
+            violation: what this rank's batch needs and the plan does not provide.
+            activity: the mode of the call, as returned by `Context.activity`.
+            meets: whether all ranks call this method at this point, including ranks whose batches fit the plan.
         """
         self._violation = violation
         if violation or meets:
@@ -260,8 +278,10 @@ class Programs:
     def extend_plan(self) -> str:
         """Changes the plan to what all ranks' batches need, before the step of these batches. Collective.
 
-        Returns, on every rank, the reason why forwards run eagerly from now on, or "" if they do not. Raises
-        PeerFailure on every rank if some rank may not change its plan now.
+        Returns, on every rank, the reason why forwards run eagerly from now on, or "" if they do not.
+
+        Raises:
+            PeerFailure: some rank cannot change its plan now; raised on every rank.
         """
         own, self._violation = self._violation, PlanViolation()
         state, communicator = self._context.state, self._context.communicator
@@ -284,7 +304,16 @@ class Programs:
         return ""
 
     def unshard(self, names: Sequence[str], reason: str) -> None:
-        """Makes the tables `names` whole on every rank before an optimizer's step, and changes the plan. Collective."""
+        """Makes some tables whole on every rank before an optimizer's step, and changes the plan accordingly.
+        Collective.
+
+        Args:
+            names: the names of the tables.
+            reason: why they must be whole.
+
+        Raises:
+            RuntimeError: the plan cannot change now.
+        """
         entry = next(each for each in self.cache.entries() if each.train)
         if not self._may_change_plan(entry) or self._context.options.given_plan is not None:
             raise RuntimeError(
@@ -298,10 +327,13 @@ class Programs:
 
     @outside_of_modes()
     def _replace_plan(self, analysed: TrainingGraph, new: Plan, findings: Findings | None, reason: str = "") -> None:
-        """Replaces the plan in use with another one, between two steps. Collective.
+        """Replaces the current plan by another one between two steps. Collective.
 
         Args:
-            reason: the reason to log and to keep in the plan's history; "" if only buckets change.
+            analysed: a captured graph of the model.
+            new: the new plan.
+            findings: the planner's input from which the plan was decided, or None.
+            reason: the reason to log and to record in the plan's history, or "" if only buckets change.
         """
         old, context = self.in_use.plan, self._context
         with context.state.pending.closed():  # while parameters are moved, accesses to them must not apply updates
@@ -320,7 +352,9 @@ class Programs:
             log("planned again %s", line)
 
     def _may_change_plan(self, entry: Entry) -> bool:
-        """Returns whether this rank may change its plan: it trains, and no backward, `no_sync` or recording is open."""
+        """Returns whether this rank may change its plan now: the call trains, no backward is outstanding, no gradients
+        are unreduced, and no steps are being recorded.
+        """
         state = self._context.state
         tables = {decision.parameter for decision in self.in_use.plan if decision.is_table}
         return (
@@ -338,13 +372,13 @@ class Programs:
         state, lock = self._context.state, self._context.state.pending.lock
 
         def tables() -> Iterable[nn.Parameter]:
-            """Returns all tables if some have pending updates, or none."""
+            """Returns all tables if any has a pending update, otherwise an empty sequence."""
             if not state.has_deferred_rows and not self.flow.has_pending_tables:
                 return ()
             return state.table_parameters()
 
         def joined() -> list[Tensor]:
-            """Returns the tensors in which the rows of joined tables are stored."""
+            """Returns the tensors that store the rows of joined tables."""
             return [memory for space in state.spaces.values() for memory in space.store.joined]
 
         def apply_dense() -> None:
@@ -355,18 +389,22 @@ class Programs:
         return dense, UpdateGroup(tables, self._apply_pending, lock, joined)
 
     def late_optimizers(self) -> list[Optimizer]:
-        """Returns the optimizers of tables and of dense buckets whose last updates may be pending."""
+        """Returns the optimizers of tables and of dense buckets, whose last updates may still be pending."""
         found = [table.optimizer for table in self._context.state.tables.values() if table.optimizer is not None]
         return found + self.flow.buckets.optimizers
 
     def apply_pending(self) -> None:
-        """Applies pending updates, and drops rows sent early, so that code outside of a step can use the parameters."""
+        """Applies pending updates, so that code outside of a step can use the parameters. Drops rows that were fetched
+        in advance for the next batch.
+        """
         self._context.state.pending.close()
         self._apply_pending()
 
     def _apply_pending(self) -> None:
-        """Applies pending updates, and waits for gradients in flight, so that `.grad` has ordinary tensors. If that
-        happens in every step, logs a hint once.
+        """Applies pending updates. Also waits for gradients that are being sent, so that `.grad` contains ordinary
+        tensors.
+
+        If this happens in every step, logs a hint once.
         """
         state = self._context.state
         self.flow.apply()

@@ -1,11 +1,14 @@
-"""Decides at the first training call, before anything is captured, whether a graph gives a model anything.
+"""Decides at the first training call, before anything is captured, whether a captured graph would be useful for a
+model.
 
 Contract
-    A graph gives shards, a memory budget, compiled regions, and what options ask for. Shards are priced for the tables
-    that lookups may read, with the rows that the batch can hold, and for output layers whose labels are in the batch.
-    If they do not pay (`passes/planner/capture_gain.py`), the model runs as it is written for good, with its gradients
-    in buckets.
-    Ranks decide alike: by model and options, and by one plan for the batches of all.
+    Some options and layers require a graph, such as a memory budget or compiled regions. For all other models, a graph
+    is useful only if shards are predicted to save time. The prediction includes the tables that only lookups may read,
+    with the rows that the batch may contain, and output layers whose labels are in the batch. If shards would not save
+    enough time (`passes/planner/capture_gain.py`), the model always runs eagerly, and its gradients are reduced in
+    buckets.
+    All ranks decide the same, because they have the same model and options, and one plan is made for the batches of all
+    ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +36,17 @@ from embrace_fx.vocabulary.exactness import row_update_semantics
 from embrace_fx.vocabulary.schedule import AUTO
 
 FEW_TABLES = 8
-"""Most tables that are priced one by one: more of them share start-ups, which only a graph shows."""
+"""Maximum number of tables that are priced one by one. More tables share the start-up times of their exchanges, which
+can be predicted only with a graph.
+"""
 
 
 def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence[Any]) -> str:
-    """Decides at the first training call whether to capture the forward. Returns "" if so, or the reason, in one line,
-    to run it eagerly. Collective.
+    """Decides at the first training call whether to capture the forward. Returns "" to capture it, or the reason, in
+    one line, to run it eagerly. Collective.
 
     Args:
-        leaves: the arguments of the first training call, flattened.
+        leaves: the flattened arguments of the first training call.
     """
     communicator, model = context.communicator, context.model
     if communicator.world_size == 1:
@@ -74,7 +79,7 @@ def reason_to_run_eagerly(context: Context, programs: Programs, leaves: Sequence
     other_bytes = sum(parameter.nbytes for name, parameter in trained.items() if name not in weighed)
     capture = Capture(len(trained), dense, positions, tuple(heads.values()), other_bytes)
     plan = plan_on_links(context, findings, None, roughly=True, other_bytes=other_bytes)
-    # If a capture might pay, measure the links exactly, because the rough measurement may be wrong by this factor.
+    # If a capture might pay, measure the links exactly. The rough measurement may be wrong by `GLANCE_ERROR`.
     if plan.links_are == "probed" and capture.pays(plan, GLANCE_ERROR):
         plan = plan_on_links(context, findings, None, other_bytes=other_bytes)
     programs.links = plan.links if plan.links_are == "probed" else None

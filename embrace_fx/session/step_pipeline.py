@@ -1,4 +1,6 @@
-"""What one model's steps run on under one plan: programs, the flow between them, its schedule, the graphs shown."""
+"""Everything that belongs to a model's steps under one plan: programs, communication between steps, schedule, and
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -59,16 +61,17 @@ class StepPipeline:
     """The programs, the communication and the schedule of a model's steps under one plan. A new plan gets a new object.
 
     Args:
-        findings: on rank 0, the planner's input that led to the plan.
-        on_other_batch: called when the model gets another batch than the one prepared as the next.
+        findings: the planner's input from which the plan was decided, or None on ranks other than rank 0.
+        on_other_batch: called when the model is called with a batch other than the one that was prepared as the next.
 
     Attributes:
-        monitor: on rank 0, observes how many rows batches read, if strategies depend on it.
-        flow: the communication of steps. It stays within steps before the first training program and after `close`.
-        schedule: the schedule of the steps, or None before the first training program, and if nothing is scheduled.
-        decided: the schedule that the cost model predicts.
+        monitor: observes how many rows batches read, if strategies depend on it. None on ranks other than rank 0.
+        flow: the communication of steps. Before the first training program and after `close`, it is launched and
+            awaited within each step.
+        schedule: the schedule of the steps, or None before the first training program, or if nothing is scheduled.
+        decided: the first schedule, which the cost model has predicted.
         recorder: measures the steps, or None if `schedule` is None.
-        memory: table or joined table that is larger than memory -> its predicted reads from storage.
+        memory: the predicted storage reads of each table or joined table that is larger than memory, by name.
         built: whether a training program has been compiled.
     """
 
@@ -102,22 +105,24 @@ class StepPipeline:
         self._copies, self._copy_rate = copies
         self._steps_of: WeakKeyDictionary[Program, StepGraphs] = WeakKeyDictionary()  # program -> its steps' graphs
         self._last: Program | None = None  # the last training program
-        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # name -> phase of an evaluation or accumulation
+        self._besides: dict[str, Callable[[], fx.GraphModule]] = {}  # by name, such as "forward, evaluation"
         self._logged_least = False  # whether it was logged that the memory budget cannot be met
         self._ordering: tuple[OrderCompute, ...] = ()  # reorders the backward; empty for autograd's order
         self._profiler: StepProfiler | None = StepProfiler()  # None once the steps have been profiled
         self._graph: TrainingGraph | None = None  # the graph of the first training program
 
     def monitor_rows(self) -> None:
-        """Starts to observe how many rows batches read, on rank 0 and if strategies depend on it."""
+        """Starts to observe how many rows batches read. Does so only on rank 0, and only if strategies depend on this
+        number.
+        """
         watches = self.findings is not None and self.plan.watched and not self.plan.memory
         self.monitor = SparsityMonitor(self.plan, self.findings) if watches and self.findings else None
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
     def build(self, entry: Entry, *, accumulates: bool) -> None:
-        """Compiles a cache entry's program and stores it there. The first training program is collective, because ranks
-        then decide the schedule.
+        """Compiles a program from a cache entry and stores it in the entry. Collective for the first training program,
+        because ranks then decide the schedule.
 
         Args:
             accumulates: whether the program is for `no_sync`, and does not reduce dense gradients.
@@ -154,7 +159,9 @@ class StepPipeline:
 
     @property
     def graphs(self) -> Graphs:
-        """The graphs of the last training program after each pass, and those of variants such as evaluation."""
+        """The graphs of the last training program after each pass, and the graphs of other programs, such as for
+        evaluation.
+        """
         if (last := self._last) is None:
             return Graphs()
         steps = self._steps_of[last]
@@ -171,7 +178,13 @@ class StepPipeline:
         return None if self._shown_step is None else step_memory(self._shown_step.graph)
 
     def _compile(self, analysed: TrainingGraph, *, train: bool, reduce: bool) -> CompiledGraph:
-        """Runs the plan's passes on a captured graph: for training if `train`, with gradients reduced if `reduce`."""
+        """Runs the plan's passes on a captured graph.
+
+        Args:
+            analysed: the graph, in which tables have been found.
+            train: whether the graph has a backward.
+            reduce: whether the step reduces gradients.
+        """
         present = {table.parameter for table in analysed.tables}
         budget = self._context.options.memory_budget
         rates = self.plan.links.compute, self._copy_rate
@@ -182,7 +195,7 @@ class StepPipeline:
         return run_passes(analysed, passes)
 
     def _log_least(self, asked: int, least: int) -> None:
-        """Logs once that a step needs `least` bytes, more than the memory budget of `asked` bytes."""
+        """Logs that a step needs `least` bytes, although the memory budget is `asked` bytes. Logs only once."""
         if not self._logged_least and self._context.communicator.rank == 0:
             log(
                 "a step with this batch needs at least %s, but memory_budget=%g allows only %s; the step runs "
@@ -194,7 +207,7 @@ class StepPipeline:
         self._logged_least = True
 
     def _exchanged_parameters(self) -> dict[str, ExchangedParameter]:
-        """Returns the parameters whose rows or gradients a step exchanges, which are none on a single process."""
+        """Returns the parameters whose rows or gradients a step exchanges, by name."""
         sharded = set(self.plan.divided)
         exchanged = sharded.union(*self.plan.buckets)
         return {
@@ -206,9 +219,11 @@ class StepPipeline:
         }
 
     def _overlap(self, compiled: CompiledGraph, entry: Entry) -> CompiledGraph:
-        """Returns a compiled step whose communication overlaps the next step, as the schedule says.
+        """Moves communication of a compiled step into the next step, as the schedule requires. Returns the changed
+        step.
 
-        The step of a forward that runs eagerly is not overlapped: it could read any parameter at any time.
+        If the forward runs eagerly, communication stays within the step, because such a forward may read any parameter
+        at any time.
         """
         if not self._launches:
             return compiled
@@ -225,15 +240,19 @@ class StepPipeline:
 
     @cached_property
     def _launches(self) -> bool:
-        """Whether a launcher issues collectives: on several ranks, on one device, without communication hook."""
+        """Whether a launcher issues the collectives. It does if there are several ranks, the model is on the CPU or on
+        one GPU, and no communication hook is registered.
+        """
         devices = {parameter.device for parameter in self._context.model.parameters()}
         one_device = len(devices) == 1 and next(iter(devices)).type in ("cpu", "cuda")
         return self.plan.world_size > 1 and one_device and self._context.communicator.comm_hook is None
 
     def _decide_schedule(self, graph: TrainingGraph, *, as_gradients: bool) -> None:
-        """Decides the schedule and makes its communication, at the first training program. Collective.
+        """Decides the schedule at the first training program, and sets up the communication that follows it.
+        Collective.
 
         Args:
+            graph: the graph of the program.
             as_gradients: whether the graph only exchanges gradients, in the order in which autograd computes them.
         """
         context, plan = self._context, self.plan
@@ -265,7 +284,13 @@ class StepPipeline:
     def _flow_between_steps(
         self, graph: TrainingGraph, schedule: Schedule, recorder: Recorder, *, as_gradients: bool
     ) -> CommPipeline:
-        """Makes the communication that follows a schedule across steps, and records its launches. Collective."""
+        """Returns the communication that follows a schedule across steps. Collective.
+
+        Args:
+            graph: the graph of the first training program.
+            recorder: records the launches.
+            as_gradients: whether the graph only exchanges gradients, in the order in which autograd computes them.
+        """
         context, plan, state = self._context, self.plan, self._context.state
         communicator, device = context.communicator, context.device
         launched, pieces = issued_launches(schedule, plan), dict(self._cut_sizes.pieces)
@@ -274,7 +299,7 @@ class StepPipeline:
         queue = self._aside.make_queue(recorder, device, len(launched) if as_gradients else IN_FLIGHT)
         launcher = Launcher(launched, submitted(graph.phases["forward"]), queue, communicator)
         communicator.in_turn = queue.in_turn
-        communicator.rounding.forget()  # drops the residuals of other buckets
+        communicator.rounding.forget()  # its residuals belong to the buckets of the old plan
         exchanges = {
             name: RowExchange(
                 state.table(name), communicator, launcher, pieces.get(name, 0), overlaps=name in plan.overlapped
@@ -293,8 +318,8 @@ class StepPipeline:
         )
 
     def _after_announcement(self) -> None:
-        """Adopts the launch order found from measured times, once steps have been profiled. Called in each step when
-        every rank is known to continue.
+        """Changes the launch order to the one that is best by measured times, once enough steps have been profiled.
+        Called in each step, after all ranks have announced that they run it.
         """
         if self._profiler is None or self._graph is None:
             return
@@ -312,7 +337,12 @@ class StepPipeline:
         flow.close()
 
     def _compute_in_order(self, units: tuple[str, ...]) -> TrainingGraph:
-        """Puts the units of every backward in this order. Returns the graph of the last training program."""
+        """Reorders the compute of every backward. Returns the graph of the last training program.
+
+        Args:
+            units: names of tables and buckets, in the new order. Each stands for the compute that is needed before its
+                gradients can be sent.
+        """
         self._ordering = (OrderCompute(units),)
         for program, of_steps in self._steps_of.items():
             of_steps.reorder(self._ordering)
@@ -322,7 +352,14 @@ class StepPipeline:
         return self._shown_step.graph
 
     def _make_program(self, joint: CompiledGraph, of_steps: StepGraphs, entry: Entry, *, reduce: bool) -> Program:
-        """Makes an entry's program, which reduces gradients if `reduce`. `joint` is its step without overlap."""
+        """Builds the program of a cache entry.
+
+        Args:
+            joint: the compiled step, before its communication is moved into the next step.
+            of_steps: the graphs of the step and of its variants, such as the first step.
+            entry: the cache entry.
+            reduce: whether the program reduces gradients.
+        """
         analysed, train = entry.analysed, entry.train
         flow = self.flow if train and (reduce or self.flow.is_within_steps) else self._aside
         announced, share = self._buffers.prepare_forward(analysed, self._assigned_buffers(entry), reduce=reduce)
@@ -337,7 +374,9 @@ class StepPipeline:
             regions = RegionCompiler()
 
         def announcement_of(leaves: Sequence[Any]) -> HandshakeMessage:
-            """Returns this rank's announcement of the step that runs a batch (`leaves`, flattened)."""
+            """Returns this rank's announcement of a step to the other ranks. `leaves` is the flattened batch of the
+            step.
+            """
             own = HandshakeMessage(activity=activity, failure=check(leaves), program=launched, buffers=announced())
             own.rows_seen, counters.rows_seen = counters.rows_seen, {}
             own.steps = 0 if counters.uneven else communicator.progress.optimizer_steps
