@@ -1,4 +1,6 @@
-"""Checks each batch before its announcement: refuses ids outside of tables, and counts rows read of watched tables."""
+"""Checks each batch before ranks announce the step: refuses ids outside of their tables, and counts the rows that are
+read.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ from embrace_fx.vocabulary.plan import Plan
 def make_batch_check(
     context: Context, plan: Plan, graph: TrainingGraph, counters: StepCounters, *, train: bool
 ) -> Callable[[Sequence[Any]], str | None]:
-    """Returns a function that takes a flattened batch, and returns an error text if an id is outside of its table, else
-    None. It checks tables that are whole on each rank; the exchange checks ids of sharded tables.
+    """Returns a function that checks a batch. It takes the flattened batch, and returns an error text if an id is
+    outside of its table, else None.
 
-    In training (`train`), it also counts, every few steps and in `counters`, the rows read of tables whose strategy
-    depends on that number (`Plan.watched`).
+    It checks tables that are whole on each rank. Ids of sharded tables are checked when they are exchanged.
+
+    Args:
+        counters: stores the numbers of rows read. The function counts them every few training calls, for the tables in
+            `Plan.watched`, whose best strategy depends on these numbers.
+        train: whether the batches are for training.
     """
     exchanged = (*plan.sharded, *plan.renormed)
     tables = [t for t in graph.tables if t.parameter not in exchanged and all(u.ids_from_batch for u in t.uses)]
@@ -38,7 +44,7 @@ def make_batch_check(
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
     def check_and_count(leaves: Sequence[Any]) -> str | None:
-        """Checks the ids in a batch's flattened arguments, and counts the rows read of tables in `Plan.watched`.
+        """Checks the ids in the flattened arguments `leaves`, and counts the rows read of tables in `Plan.watched`.
         Returns an error text for a bad id, else None.
         """
         with torch.no_grad():

@@ -1,9 +1,10 @@
 """Makes buffers equal on all ranks before a forward reads them.
 
 Contract
-    A forward begins with rank 0's buffers, as under DDP. Sent are those that forwards have changed since; all buffers,
-    if anything but a forward has changed one on any rank, or while another rank is the authority under `join`. As
-    under DDP, forwards after one under `no_sync` share no buffers until gradients have been reduced.
+    A forward begins with rank 0's buffers, as under DDP. Usually only the buffers that forwards have changed since the
+    last time are sent. All buffers are sent if code outside of a forward has changed one on any rank, or if another
+    rank's buffers are used in place of rank 0's (`join`). As under DDP, forwards that follow one under `no_sync` share
+    no buffers until gradients have been reduced.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ class BufferSharing:
     def prepare_forward(
         self, graph: TrainingGraph, assigned: frozenset[str], *, reduce: bool
     ) -> tuple[Callable[[], int], Callable[[], None] | None]:
-        """Returns two functions that make buffers equal before a program's forward: one for the announcement, one that
-        broadcasts.
+        """Prepares to make buffers equal on all ranks before a program's forward.
 
         Args:
+            graph: the program's captured graph.
             assigned: names of buffers that the forward replaces with other tensors.
             reduce: whether the program reduces gradients, so that the next forward must make buffers equal again.
 
         Returns:
             A function that hashes the names of the buffers to broadcast, for ranks to compare in their announcements of
-                the step; and a collective function that broadcasts them, to call before the forward, or None if ranks
-                have no buffers to share.
+            the step; and a collective function that broadcasts them, to call before the forward, or None if ranks have
+            no buffers to share.
         """
         if self._context.communicator.world_size == 1 or not self.shared_names():
             return lambda: 0, None
@@ -61,14 +62,14 @@ class BufferSharing:
         self._were = VersionSnapshot.of_tensors_in(self._never_written())
 
         def number_to_announce() -> int:
-            """Returns a hash of the names of the buffers to share, or `CHANGED_BUFFERS` if code outside of a forward
-            has written one.
+            """Returns a hash of the names of the buffers to broadcast, or `CHANGED_BUFFERS` if code outside of a
+            forward has written a buffer.
             """
             changed = self.due and not self._were.is_current_for(self._never_written())
             return CHANGED_BUFFERS if changed else _hash_names(self._stale)
 
         def share() -> None:
-            """Broadcasts the buffers to share from one rank, and records which ones this forward will change."""
+            """Broadcasts the buffers from one rank, and records which buffers this forward will change."""
             due, self.due = self.due, reduce
             if due:
                 # If the rank whose buffers are authoritative runs out of batches, another rank takes over. It then
@@ -92,7 +93,9 @@ class BufferSharing:
         return self.due and bool(self.shared_names())
 
     def shared_names(self) -> list[str]:
-        """Returns the names of the buffers that are to be equal on all ranks; none if the options share no buffers."""
+        """Returns the names of the buffers that must be equal on all ranks. Returns an empty list if the options share
+        no buffers.
+        """
         ignored, shares = self._state.ignored, self._context.options.shares_buffers
         return [name for name in self._state.buffer_names() if shares and name not in ignored]
 

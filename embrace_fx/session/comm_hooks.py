@@ -18,18 +18,26 @@ DTYPES: dict[Callable[..., Any], torch.dtype | None] = {
     default_hooks.fp16_compress_hook: torch.float16,
     default_hooks.bf16_compress_hook: torch.bfloat16,
 }
-"""Hook that need not be called -> the dtype of gradients, rows included, on the wire; None: their own dtype."""
+"""Maps each hook that need not be called to the dtype in which gradients, including those of table rows, are sent.
+None: the gradients' own dtype.
+"""
 
 
 def register_hook(communicator: Communicator, asked: CommHook, options: Options, begun: bool, registered: str) -> str:
     """Registers a hook as DDP's `register_comm_hook` does, and returns its name. torch's compression hooks only set the
-    dtype in which gradients are sent; any other hook reduces the gradients itself.
+    dtype in which gradients are sent. Any other hook reduces the gradients itself.
 
     Args:
-        asked: the hook and its state, as the user passes them.
+        communicator: stores the hook or the dtype.
+        asked: the hook and its state, as passed by the user.
         options: the options of `compile`.
         begun: whether the model has been called.
         registered: the name of a hook registered before, or "" for none.
+
+    Raises:
+        TypeError: the hook is not callable.
+        ValueError: the hook cannot be combined with an option of `compile`.
+        RuntimeError: the model has been called, or already has a hook.
     """
     if begun or registered:
         found = "the model has been called" if begun else f"{registered} is registered"

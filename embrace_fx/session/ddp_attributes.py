@@ -1,10 +1,13 @@
-"""Attributes of DistributedDataParallel that libraries read and set, as a compiled model has them.
+"""Attributes of DistributedDataParallel that libraries read and set on a compiled model.
 
-    read   what holds here too. What belongs to DDP's own machinery, its Reducer say, is an AttributeError in one line.
-    set    `require_backward_grad_sync` and `require_forward_param_sync` act as under DDP. What is always so here may be
-           set to anything; all else only to what it is.
+Reading returns the value that applies to a compiled model. Attributes of DDP's internals, such as its Reducer, raise an
+AttributeError.
 
-The user's model goes first: attributes of its own have these names too.
+Setting `require_backward_grad_sync` or `require_forward_param_sync` has the same effect as under DDP. Attributes that
+make no difference to a compiled model accept any value, and other options only their current value. `module` cannot be
+set.
+
+The user's model may have attributes with the same names, which take precedence when read.
 """
 
 from __future__ import annotations
@@ -40,16 +43,16 @@ _READ: Mapping[str, Callable[[Any], Any]] = {  # attribute of DDP -> how to read
     "_distributed_rank": lambda session: session.communicator.rank,
 }
 _ALWAYS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-"""What makes no difference here."""
+"""Attributes that accept any value, because they make no difference to a compiled model."""
 _GIVEN = {
     "broadcast_buffers": "broadcast_buffers",
     "forward_sync_buffers": "broadcast_buffers",
     "process_group": "process_group",
     "device_mesh": "process_group",
 }
-"""What the option of that name of `compile` has decided."""
+"""Maps each attribute to the option of `compile` that decides its value."""
 SET = ("module", "require_backward_grad_sync", "require_forward_param_sync", *_GIVEN, *_ALWAYS)
-"""What changes a DistributedDataParallel when it is set."""
+"""Attributes that change the behavior of a DistributedDataParallel when they are set."""
 _MACHINERY = (
     "reducer",
     "logger",
@@ -58,7 +61,7 @@ _MACHINERY = (
     "bucket_bytes_cap_default",
     "broadcast_bucket_size",
 )
-"""What a DistributedDataParallel has besides the names of its class."""
+"""Attributes that each DistributedDataParallel object has in addition to the attributes of its class."""
 
 
 def _ddp_logging_data(session: Session) -> dict[str, Any]:
@@ -82,7 +85,11 @@ def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
     """Returns a compiled model's value for a DistributedDataParallel attribute that libraries read.
 
     Args:
-        error: the `AttributeError` to raise, or to raise from, if a compiled model has no such attribute.
+        error: the error of the failed lookup on the user's model. It is raised again if DDP has no such attribute
+            either.
+
+    Raises:
+        AttributeError: the attribute belongs to DDP's internals, or does not exist.
     """
     if name in _READ:
         return _READ[name](session)
@@ -95,8 +102,10 @@ def read_attribute(session: Session, name: str, error: AttributeError) -> Any:
 
 
 def assign_attribute(session: Session, name: str, value: Any) -> None:
-    """Sets an attribute of DistributedDataParallel on a compiled model; all ranks must set the same value. Raises
-    AttributeError if a compiled model cannot change it.
+    """Sets an attribute of DistributedDataParallel on a compiled model. All ranks must set the same value.
+
+    Raises:
+        AttributeError: this attribute cannot be changed after `compile`.
     """
     if name == "module":
         raise AttributeError(

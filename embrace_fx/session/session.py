@@ -1,4 +1,6 @@
-"""One compiled model's life: sets it up with the other ranks, runs its calls, keeps its state, closes it."""
+"""The state of one compiled model: sets it up with the other ranks, runs its calls, saves and loads its state, closes
+it.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ class Session:
         broadcast_state(self.model, apart, self.communicator, buffers=self.options.broadcast_buffers is not False)
 
     def _make_optimizer_hooks(self) -> OptimizerHooks:
-        """Adds hooks to the optimizers that step the model: the given ones now, and others at their first step."""
+        """Adds hooks to the optimizers that step the model: to the given ones now, and to others at their first step.
+        Returns the object that manages the hooks.
+        """
         optimizer_hooks = OptimizerHooks(self.state, self.announcements, self._unshard)
         if self.communicator.rank == 0:
             optimizer_hooks.known_optimizers.on_new = _log_empty_groups
@@ -160,8 +164,8 @@ class Session:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile does not trace into it
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the model and returns its output. Inside `functional_call`, where other tensors replace all
-        parameters, it calls the plain model.
+        """Runs a call of the model and returns its output. Inside `functional_call`, which replaces all parameters by
+        other tensors, runs the plain model.
         """
         if self._watch.all_replaced(buffers=self.options.shares_buffers):
             return self.model(*args, **kwargs)
@@ -170,8 +174,9 @@ class Session:
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the model, after setting it up at the first one. Repeats the call after the plan has changed,
-        or if the forward cannot be captured and has to run eagerly.
+        """Runs a call of the model. The first call also sets the model up.
+
+        Repeats the call if the plan has changed, or if the forward cannot be captured and must run eagerly.
         """
         is_first = self.programs.pipeline is None
         with contextlib.ExitStack() as first_step:
@@ -199,9 +204,13 @@ class Session:
                         self._take_over_renames()
 
     def _call(self, call: Arguments) -> Any:
-        """Runs the model on a batch. Raises PlanDoesNotFit, on every rank, if the plan must change first.
+        """Runs the model on a batch.
 
-        Until some parameter is trainable, the plain model runs: a GAN's discriminator may be frozen at its first calls.
+        As long as no parameter is trainable, runs the plain model: a GAN's discriminator may be frozen at its first
+        calls.
+
+        Raises:
+            PlanDoesNotFit: the plan must be changed before this call; raised on every rank.
         """
         self.communicator.check_open()
         self._check_model(call.train)
@@ -222,10 +231,12 @@ class Session:
         return self._eager.call(call) if self._eager.reason else self._graphs.call(call)
 
     def _check_model(self, train: bool) -> None:
-        """Compares the model with what was captured: raises if parameters were replaced, and drops all captures if
-        modules have changed.
+        """Compares the model with what was captured. Drops all captures if modules have changed.
 
-        Raises PlanDoesNotFit on every rank if parameters were renamed, as pruning does.
+        Raises:
+            RuntimeError: parameters were added, removed, replaced or converted.
+            PlanDoesNotFit: parameters were renamed, as pruning does, or a hook was registered on a sharded table.
+                Raised on every rank.
         """
         programs = self.programs
         if (changed := self._watch.refusal()) is not None:
@@ -267,7 +278,7 @@ class Session:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def parameters_were_loaded(self) -> None:
-        """Looks up parameters again after a `load_state_dict`, which may have replaced the objects."""
+        """Looks up parameters again after `load_state_dict`, which may have replaced them by new objects."""
         self.state.parameters_were_loaded()
         self.communicator.progress.optimizer_steps = 0  # counts anew, because ranks are equal again
         self._watch.record_parameters()
@@ -306,7 +317,9 @@ class Session:
         )
 
     def _checkpointed(self) -> tuple[nn.Module, ModelState, Sequence[Optimizer], Communicator]:
-        """Returns the first arguments of `checkpoint.save` and `load`: model, tables, optimizers and communicator."""
+        """Returns the arguments that `checkpoint.save` and `checkpoint.load` share: model, tables, optimizers and
+        communicator.
+        """
         return self.model, self.state, self._context.optimizer_hooks.known_optimizers.optimizers, self.communicator
 
     def save_checkpoint(self, folder: Path) -> None:
@@ -315,7 +328,7 @@ class Session:
         checkpoint.save(*self._checkpointed(), folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Loads a checkpoint now or, before the first training call, in that call. Collective."""
+        """Loads a checkpoint. If no training call has run yet, the first one loads it. Collective."""
         if self.programs.pipeline is None:
             self._to_load = folder
             return
@@ -347,7 +360,9 @@ _STAYS = "the plan is kept, because plan= or table_memory= fixes it, or replan()
 
 
 def _log_empty_groups(optimizer: Optimizer) -> None:
-    """Logs an optimizer's param groups that are empty, as if made from DDP's names, which begin with "module."."""
+    """Logs which param groups of an optimizer are empty. A likely cause is code that selects parameters by names that
+    begin with "module.", as under DDP.
+    """
     if empty := [k for k, group in enumerate(optimizer.param_groups) if not group["params"]]:
         log(
             "param group(s) %s of %s have no parameters: if they select parameters by name, the names in a compiled "

@@ -1,9 +1,10 @@
-"""Lets ranks that have run out of batches take part in the others' collectives (`join`), as under DDP.
+"""Lets ranks that have run out of batches take part in the other ranks' collectives (`join`), as under DDP.
 
 Contract
-    Such a rank joins every call of the others with a program without batch, whose gradients are zeros. It takes no
-    optimizer steps, and could not keep its shards current: when the first rank has run out, tables become whole on
-    all ranks, until the end. Then every rank gets the parameters and buffers of the last rank to run out.
+    For every call of the other ranks, such a rank runs a program without a batch, whose gradients are zeros. It takes
+    no optimizer steps, and so could not update its shards. When the first rank has run out of batches, tables therefore
+    become whole on all ranks until the end of `join`. All ranks then get the parameters and buffers of the last rank
+    that had a batch.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _ADDS_UP = (
 
 
 class ShadowRank(JoinHook):
-    """The hook that torch's `Join` calls on a rank without batches, to take part in the steps of other ranks.
+    """The hook that torch's `Join` calls on a rank without batches, which then takes part in the steps of other ranks.
 
     Args:
         fit: a collective function that changes the plan to what all ranks' batches need.
 
     Attributes:
-        divides_by_all: whether gradients are divided by the number of all ranks; else, by that of ranks with batches.
+        divides_by_all: whether gradients are divided by the number of all ranks, instead of the number of ranks that
+            still have batches.
     """
 
     def __init__(self, context: Context, programs: Programs, fit: Callable[[], None]) -> None:
@@ -61,7 +63,14 @@ class ShadowRank(JoinHook):
         self.divides_by_all = True
 
     def begin(self, *, divides_by_all: bool) -> ShadowRank:
-        """Stores `divides_by_all` when a loop under `join` begins, and returns this hook."""
+        """Prepares the hook for a loop under `join`, and returns it.
+
+        Args:
+            divides_by_all: whether gradients are divided by the number of all ranks.
+
+        Raises:
+            ValueError: the model was compiled with `table_memory`.
+        """
         if self._context.options.table_memory is not None:
             raise ValueError(
                 "join() does not work with table_memory: once a rank has no batches left, tables become whole on all "
@@ -71,13 +80,15 @@ class ShadowRank(JoinHook):
         return self
 
     def gather_activities(self, activity: int | None = None) -> int:
-        """Exchanges the modes of all ranks' next calls, and returns that of the first rank with a batch. Collective.
+        """Exchanges the modes of all ranks' next calls. Returns the mode of the first rank that has a batch.
+        Collective.
 
         Args:
             activity: `JOINED` on a rank without batches, or None for the mode of this rank's call.
 
         Raises:
-            RuntimeError: a rank ran out of batches before the first step or while accumulating; raised on every rank.
+            RuntimeError: a rank ran out of batches before the first step, or while gradients of sharded tables were
+                accumulated. Raised on every rank.
         """
         programs, counters = self._programs, self._programs.counters
         activity = self._context.activity(train=torch.is_grad_enabled()) if activity is None else activity
@@ -96,8 +107,14 @@ class ShadowRank(JoinHook):
         return everyone[active[0]]
 
     def _agree_on_gradients(self, active: Sequence[int]) -> None:
-        """Gives each table a gradient on all ranks if a rank with batches (`active`) has one. Otherwise, clears it on
-        all ranks.
+        """Makes all ranks agree on which tables have a gradient: those with a gradient on some rank that has batches. A
+        rank without the gradient of such a table gets an empty one, and gradients of other tables are dropped.
+
+        Args:
+            active: the ranks that have batches.
+
+        Raises:
+            RuntimeError: a rank without batches has accumulated gradients of tables and not reduced them.
         """
         tables = self._context.state.tables
         own = tuple(name for name, table in tables.items() if table.parameter.grad is not None)
@@ -114,7 +131,7 @@ class ShadowRank(JoinHook):
                 table.add_gradient(none, table.local.new_empty((0, table.local.shape[1])))
 
     def main_hook(self) -> None:
-        """Takes part in the collectives of one call of the other ranks, without a batch. Collective."""
+        """Takes part, without a batch, in the collectives of one call of the other ranks. Collective."""
         activity = self.gather_activities(JOINED)
         unreduced = self._context.state.unreduced
         self._left |= unreduced  # as under DDP, the sums stay until this rank has a batch again
@@ -145,7 +162,12 @@ class ShadowRank(JoinHook):
                 step.join_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Ends `join` once no rank has batches: the last rank to have one broadcasts its state. Collective."""
+        """Ends `join` once no rank has batches. The last rank that had a batch broadcasts its parameters and buffers.
+        Collective.
+
+        Args:
+            is_last_joiner: whether this rank had a batch until the end.
+        """
         context = self._context
         self._programs.counters.authority, self._programs.counters.uneven = 0, False
         context.state.gradient_scale = 1.0

@@ -1,8 +1,8 @@
-"""Hooks that inform a model's session when its state is read or loaded.
+"""Hooks on a model's state dict, which inform the model's session when the state is read or loaded.
 
-Any holder of the model (a Lightning module, an average of weights, `CompiledModel.module`) gets parts of sharded
-tables, and may load whole tensors. The hooks are copied and pickled with the model: a copy's hooks have no session,
-those of a file do nothing and need no package, and pickling a model with sharded tables is refused.
+Any holder of the model, such as a Lightning module or an average of weights, gets the shards of sharded tables, and may
+load whole tensors. The hooks are copied and pickled with the model. A copy's hooks have no session. Unpickled hooks do
+nothing, so a pickled model can be loaded without this package. A model with sharded tables cannot be pickled.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class PlacedTables:
     dict.
 
     Attributes:
-        layouts: name of a table (each name, if tied) -> its layout.
+        layouts: the layout of each sharded table by name. A tied table is listed under each of its names.
         copies: hooks of copies of the model that were made while its tables were whole.
         handles: torch's handles, which remove the session's hooks from the model.
-        kept: the session, until it is closed. The model keeps it alive to apply pending updates when the model is read,
-            even if the compiled model is gone.
+        kept: the session, until it is closed. This reference keeps the session alive even if the compiled model is
+            gone, because pending updates must be applied when the plain model is read.
     """
 
     kept: Session | None = None
@@ -85,7 +85,9 @@ class StateHook:
 
     @property
     def trainer(self) -> Session | None:
-        """The model's session if it has been called and is not closed, so that it can make tables whole; else None."""
+        """The model's session if the compiled model has been called and is not closed, otherwise None. Such a session
+        can make tables whole.
+        """
         return self.session if self.session is not None and self.session.is_training else None
 
     @property
@@ -96,7 +98,7 @@ class StateHook:
         return None
 
     def naming_dead_ranks(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that adds the names of dead ranks to the error of a collective inside it."""
+        """Returns a context. If a collective inside it fails, the error names the ranks that have died."""
         return contextlib.nullcontext() if self.session is None else self.session.communicator.watching()
 
     def __reduce__(self) -> Any:
@@ -118,13 +120,22 @@ def _before_saving(hook: StateHook, *_: Any) -> None:
 
 
 def _after_saving(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces tables whose names have this prefix, in a state dict, by what `torch.distributed.checkpoint` saves."""
+    """Replaces the sharded tables in a state dict by tensors that `torch.distributed.checkpoint` can save as shards.
+
+    Args:
+        prefix: the prefix of the model's names in the state dict.
+    """
     with hook.naming_dead_ranks():
         insert_shards(state_dict, hook.layouts, prefix=prefix)
 
 
 def _before_loading(hook: StateHook, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Replaces whole tables whose names have this prefix, in a state dict to load, by this rank's shards."""
+    """Prepares a state dict for loading. Replaces each whole table that the model has sharded by this rank's shard of
+    it.
+
+    Args:
+        prefix: the prefix of the model's names in the state dict.
+    """
     check_names(module, state_dict, prefix)
     _before_saving(hook)
     with hook.naming_dead_ranks():
@@ -138,7 +149,9 @@ def _after_loading(hook: StateHook, *_: Any) -> None:
 
 
 def add_state_hooks(session: Session) -> PlacedTables:
-    """Registers hooks that save and load shards in the model's state dict. Returns the record of its tables."""
+    """Registers hooks that save and load shards in the model's state dict. Returns the record of the model's sharded
+    tables.
+    """
     placed, model = PlacedTables(), session.model
     placed.kept = session
     placed.handles = [
@@ -151,7 +164,11 @@ def add_state_hooks(session: Session) -> PlacedTables:
 
 
 def release_from_session(model: nn.Module) -> None:
-    """Releases the model from the session of an earlier `compile`, if there is one. Collective."""
+    """Ends the session of an earlier `compile` of the model, if there is one. Collective.
+
+    Raises:
+        RuntimeError: the model has gradients that were accumulated and not reduced.
+    """
     hooks: list[Any] = list(model._state_dict_pre_hooks.values())
     for hook in hooks:
         if isinstance(hook, StateHook) and (session := hook.session) is not None:

@@ -30,7 +30,7 @@ from embrace_fx.vocabulary.step_parts import SHARES, Share
 
 
 class Views:
-    """Creates what a compiled model shows to its user: plan, graphs, schedule, timeline and report."""
+    """Creates what a compiled model shows to its user: plan, graphs, schedule, timeline, report and metrics."""
 
     def __init__(self, context: Context, programs: Programs, eager: EagerCalls) -> None:
         self._context = context
@@ -137,7 +137,9 @@ class Report(str):
 
 
 def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Returns a text on this rank's memory: parameters, optimizer state, and a step's predicted use over time."""
+    """Returns a text about this rank's memory: the measured memory of parameters and optimizer state, and the memory
+    that a step is predicted to use over time.
+    """
     again = sum("again" in node.meta for node in step_memory.nodes)
     state = [value for each in optimizers for value in pytree.tree_leaves(dict(each.state))]
     lines = [
@@ -153,10 +155,12 @@ def memory_report(step_memory: StepMemory, model: nn.Module, optimizers: Sequenc
 
 
 def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str, str]) -> str:
-    """Returns lines of text with the bytes of each sharded table: predicted for any rank, and measured on this rank.
+    """Returns a text with the memory of each sharded table: predicted for the rank with the most, and measured on this
+    rank.
 
     Args:
-        beyond: name of a table larger than memory -> text on its predicted reads from storage.
+        ranks: the number of ranks.
+        beyond: texts about the predicted storage reads of tables larger than memory, by name of the table.
     """
     rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
     for name, table in tables.items():
@@ -182,7 +186,7 @@ def _mib(nbytes: int) -> str:
 _METRICS: Mapping[Share, str] = {
     share: f"{'wait_' if share in LANES else ''}{share.replace(' ', '_')}_ms" for share in SHARES
 }
-"""Part of a step -> its name among the metrics: "loader_ms", "wait_dense_ms"."""
+"""Maps each part of a step to its name among the metrics, such as "loader_ms" or "wait_dense_ms"."""
 
 _NOT_SCHEDULED = (
     "The model is on several devices, but only a model on the CPU or on one GPU has a schedule. To see the schedule "

@@ -1,6 +1,4 @@
-"""Makes tables whole within a context, like FSDP's `summon_full_params`, so that parts of the model may be called in
-it.
-"""
+"""Makes tables whole within a context, like FSDP's `summon_full_params`, so that submodules can be called in it."""
 
 from __future__ import annotations
 
@@ -17,14 +15,17 @@ from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context
 
 COPIES = 2
-"""Copies of a table that a rank holds while its parts arrive: the whole table, and the received parts."""
+"""Number of copies of a table in a rank's memory while the table is gathered: the whole table, and the received parts.
+"""
 
 _WHOLE = "assembled under whole()"
 
 
 @contextlib.contextmanager
 def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
-    """Opens a context in which sharded tables, with state and gradients, are whole on every rank. Collective."""
+    """Opens a context in which sharded tables are whole on every rank, with their optimizer state and gradients.
+    Collective.
+    """
     programs.apply_pending()
     plan = programs.plan
     if plan is None or not plan.divided:
@@ -40,7 +41,12 @@ def whole_tables(context: Context, programs: Programs) -> Iterator[None]:
 
 
 def _check_can_gather(context: Context, names: Sequence[str]) -> None:
-    """Raises on every rank if some rank cannot make the tables `names` whole now, or lacks the memory. Collective."""
+    """Raises RuntimeError on every rank if some rank cannot make tables whole now, or has too little memory.
+    Collective.
+
+    Args:
+        names: the names of the tables.
+    """
     state, own = context.state, ""
     if state.awaiting_backward or state.unreduced:
         own = "a call waits for its backward, or gradients accumulated under no_sync() are not reduced yet"
@@ -61,7 +67,7 @@ def _check_can_gather(context: Context, names: Sequence[str]) -> None:
 
 
 def _missing_bytes(context: Context, name: str) -> int:
-    """Returns the bytes that a rank needs to hold a whole copy of a table and its optimizer state."""
+    """Returns the number of bytes that a rank needs for a whole copy of a table and of its optimizer state."""
     table, parameter = context.state.tables[name], context.state.parameter(name)
     held = [
         o.state.get(parameter) or {}
