@@ -217,7 +217,7 @@ def _batches_of_ranks(batch: Any, world_size: int | None) -> tuple[list[Any], in
     if not 1 <= len(batches) <= ranks:
         raise ValueError(
             f"plan(): {len(batches)} batch(es) do not fit world_size={ranks}. Pass at least one batch, and at most one "
-            "per rank. A list means one batch per rank: if it holds the arguments of one batch, pass tuple(batch)."
+            "per rank. A list means one batch per rank: to pass the arguments of one batch, use tuple(batch)."
         )
     return batches, ranks
 

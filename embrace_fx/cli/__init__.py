@@ -36,10 +36,12 @@ def main() -> None:
 @click.argument("factory")
 @click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="ranks to plan for")
 @click.option(
-    "--cluster", type=click.Path(exists=True, dir_okay=False), help="JSON of embrace_fx.Cluster; without: 25 Gb/s"
+    "--cluster",
+    type=click.Path(exists=True, dir_okay=False),
+    help="JSON file of an embrace_fx.Cluster; default: 25 Gb/s",
 )
-@click.option("--bandwidth", help="in place of a cluster file: of the links, as in 25Gb/s or 3GB/s")
-@click.option("--device", help="in place of a cluster file: what computes, as embrace_fx.cost knows it: h100")
+@click.option("--bandwidth", help="bandwidth of the links, such as 25Gb/s or 3GB/s; in place of --cluster")
+@click.option("--device", help="a device of embrace_fx.DEVICES, such as h100; in place of --cluster")
 @click.option(
     "--schedule", default="auto", show_default=True, type=click.Choice(["auto", "2d", "horizontal", "vertical", "none"])
 )
@@ -47,7 +49,7 @@ def main() -> None:
     "--row-updates", default="exact", show_default=True, type=click.Choice(["exact", "sweep", "replay", "lazy"])
 )
 @click.option(
-    "--output", type=click.Path(dir_okay=False), multiple=True, help="a file: .txt, .json, or .html, .svg, .dot"
+    "--output", type=click.Path(dir_okay=False), multiple=True, help="file to write: .txt, .json, .html, .svg or .dot"
 )
 def plan(
     factory: str,
@@ -59,7 +61,7 @@ def plan(
     row_updates: Any,
     output: tuple[str, ...],
 ) -> None:
-    """Predicts the plan and the step of FACTORY's model on any cluster, without ranks and without a network.
+    """Predicts the plan and the step of FACTORY's model on any cluster. Needs only one process and no network.
 
     FACTORY is module:function, a function without arguments that returns (model, batch) or (model, batch, optimizer).
     """
@@ -91,10 +93,11 @@ def plan(
 
 
 def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
-    """Writes a forecast to a file: .txt, .json, or a picture (.html, .svg or .dot), by the suffix of `path`.
+    """Writes a forecast to a file. The suffix of the path decides the format: text (.txt), a trace (.json), or a
+    picture (.html, .svg or .dot).
 
     Args:
-        text: the forecast's report, to write if the suffix is .txt.
+        text: the forecast as text, which is written to a .txt file.
     """
     if path.suffix == ".txt":
         path.write_text(text, encoding="utf-8")
@@ -105,7 +108,9 @@ def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:
-    """Writes a forecast's schedule as a trace, for `show` and Perfetto, with the plan in it."""
+    """Writes a forecast's schedule as a trace, which `embrace-fx show` and Perfetto can open. The file also contains
+    the plan.
+    """
     forecast.schedule.save(path)
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     found |= {"plan": forecast.to_dict(), "sent_bytes_per_step": forecast.sent_bytes_per_step}
@@ -118,9 +123,16 @@ def _write_json(forecast: Forecast, path: Path) -> None:
 
 @main.command()
 @click.argument("saved", type=click.Path(exists=True, dir_okay=False))
-@click.option("--output", type=click.Path(dir_okay=False), help="draw it there: .html, .svg or .dot; else it is opened")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="picture to write: .html, .svg or .dot; default: open it in a browser",
+)
 def show(saved: str, output: str | None) -> None:
-    """Opens a saved schedule or timeline in a browser, converts one saved as .json, or prints a saved plan."""
+    """Opens a saved schedule or timeline in a browser, or prints a saved plan.
+
+    A schedule or timeline that was saved as .json is drawn first.
+    """
     source = Path(saved)
     if source.suffix != ".json":
         if output is not None:
@@ -137,7 +149,7 @@ def show(saved: str, output: str | None) -> None:
             click.echo(str(planned))
             return
         schedule, timeline = trace.read_trace(source)
-        # Do not write next to the file, because that could overwrite a page with more details than this one.
+        # Do not write next to the saved file, because this could overwrite a page that shows more.
         target = Path(output or Path(tempfile.mkdtemp(prefix="embrace-fx-"), f"{source.stem}.html"))
         save(target, schedule=schedule, timeline=timeline)
     click.echo(f"wrote {target}")
@@ -146,7 +158,7 @@ def show(saved: str, output: str | None) -> None:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Returns the plan in a .json file that `plan.save(path)` has written, or None if the file contains no plan."""
+    """Returns the plan in a .json file, or None if the file contains no plan."""
     from embrace_fx.vocabulary.plan import Plan  # noqa: PLC0415
 
     try:
@@ -163,8 +175,8 @@ def _open_page(page: Path) -> None:
 
 @main.command()
 def doctor() -> None:
-    """Reports which features work here, which do not, and why. Under torchrun it also measures the links between the
-    ranks.
+    """Reports which features of embrace_fx work on this machine, which do not, and why. Under torchrun, it also
+    measures the links between the ranks.
 
     The exit status is 1 if a check fails.
     """
@@ -198,7 +210,7 @@ def doctor() -> None:
     type=click.IntRange(2),
     default=20,
     show_default=True,
-    help="of each system, after warming up, rounded up to turns of 5",
+    help="measured steps of each system after warm-up, rounded up to a multiple of 5",
 )
 def bench(factory: str, steps: int) -> None:
     """Times FACTORY's model under DDP and under embrace_fx, in turns, on the ranks that torchrun starts.
@@ -217,7 +229,7 @@ def bench(factory: str, steps: int) -> None:
 
 
 def call_factory(factory: str) -> tuple[Any, Any, Any]:
-    """Calls a factory, given as "module:function". Returns its model, batch, and optimizer or None."""
+    """Calls a factory, given as "module:function". Returns (model, batch, optimizer). The optimizer may be None."""
     name, colon, function = factory.partition(":")
     if not colon:
         raise click.UsageError(

@@ -70,8 +70,8 @@ def backends(_: Environment) -> Finding:
 
 
 def compiler(environment: Environment) -> Finding:
-    """Checks for a C++ compiler, which `backend="inductor"` calls on a CPU: `CXX` of the environment, or one on its
-    `PATH`.
+    """Checks for a C++ compiler, which `backend="inductor"` calls on a CPU. Looks for the compiler in the environment
+    variable `CXX`, or for a common one on `PATH`.
     """
     asked = environment.get("CXX")
     for name in (asked,) if asked else ("g++", "c++", "clang++"):
@@ -92,7 +92,7 @@ def triton(_: Environment) -> Finding:
 
 
 def launcher_variables(environment: Environment) -> Finding:
-    """Checks that the environment has all variables of a launcher such as torchrun, or none."""
+    """Checks that the environment contains either all variables that a launcher such as torchrun sets, or none."""
     there = [name for name in LAUNCH_VARIABLES if name in environment]
     if not there:
         return Finding("launch", "works", "a single process; `torchrun --nproc-per-node 2 -m ...` starts several")
@@ -110,7 +110,7 @@ def launcher_variables(environment: Environment) -> Finding:
 
 
 def master_address(environment: Environment) -> Finding:
-    """Checks that `MASTER_ADDR` of the environment, the host where ranks meet, can be resolved."""
+    """Checks that the host in the environment variable `MASTER_ADDR`, at which ranks meet, can be resolved."""
     host = environment.get("MASTER_ADDR")
     if host is None:
         return Finding("meeting place", "works", "none is needed for a single process")
@@ -127,7 +127,7 @@ def master_address(environment: Environment) -> Finding:
 
 
 def network_interface(environment: Environment) -> Finding:
-    """Checks that the network interface in `GLOO_SOCKET_IFNAME` of the environment exists."""
+    """Checks that the network interfaces in the environment variable `GLOO_SOCKET_IFNAME` exist."""
     asked, there = environment.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if asked and not set(asked.split(",")) <= set(there):
         return Finding(
@@ -140,7 +140,7 @@ def network_interface(environment: Environment) -> Finding:
 
 
 def thread_count(environment: Environment) -> Finding:
-    """Checks that all ranks of a machine together do not start more threads than it has cores. Reads the numbers of
+    """Checks that the ranks of a machine do not start more threads in total than it has cores. Reads the numbers of
     ranks and threads from the environment.
     """
     ranks, cores = int(environment.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
@@ -164,12 +164,16 @@ CHECKS: tuple[Callable[[Environment], Finding], ...] = (
 
 
 def run_checks(environment: Environment) -> list[Finding]:
-    """Runs every check in order, on the environment variables of this process. Returns one finding for each."""
+    """Runs all checks in order. Returns one finding for each.
+
+    Args:
+        environment: the environment variables of this process.
+    """
     return [check(environment) for check in CHECKS]
 
 
 def probe_links() -> Finding:
-    """Measures bandwidth and start-up time of the links between the ranks of the default process group. Collective."""
+    """Measures bandwidth and latency of the links between the ranks of the default process group. Collective."""
     from embrace_fx.runtime.probe.probe import probe_cluster  # noqa: PLC0415  (DTensor takes a while to import)
     from embrace_fx.runtime.ranks.communicator import Communicator  # noqa: PLC0415
 

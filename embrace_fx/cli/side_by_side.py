@@ -1,4 +1,4 @@
-"""Compares DistributedDataParallel and embrace_fx on one model, in turns on the same ranks."""
+"""Compares the step times of DistributedDataParallel and embrace_fx on one model, in turns on the same ranks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ STEPS_PER_TURN = 5
 
 
 class Contender:
-    """One of the two systems to compare: a model, its optimizer and a batch to train on repeatedly, with the measured
-    times of training steps.
+    """One of the two systems to compare, with the measurements of its training steps.
+
+    Attributes:
+        model, optimizer: the model under this system, and its optimizer.
+        args, kwargs: the batch on which all steps train.
+        step_ms: the mean time of a step in each turn, in milliseconds.
+        step_bytes: the mean number of bytes that a step sends in each turn. Empty if they cannot be measured.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
@@ -36,15 +41,15 @@ class Contender:
         self.step_bytes: list[float] = []
 
     def train(self, steps: int) -> None:
-        """Runs some training steps on the batch."""
+        """Runs `steps` training steps on the batch."""
         for _ in range(steps):
             find_loss(self.model(*self.args, **self.kwargs)).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def turn(self, steps: int) -> None:
-        """Runs `steps` training steps between two barriers. Records the mean time of a step, and the bytes that it
-        sends.
+        """Runs `steps` training steps between two barriers. Records the mean time of a step, and the mean number of
+        bytes that it sends.
         """
         dist.barrier()
         began_s, before = time.perf_counter(), sent_by_connection()
@@ -57,11 +62,11 @@ class Contender:
 
 
 def compare(make: Callable[[], tuple[nn.Module, Any, torch.optim.Optimizer | None]], steps: int) -> list[str]:
-    """Times DistributedDataParallel and embrace_fx on the same model, in turns, and returns lines to print. Collective:
-    starts and ends the process group.
+    """Measures the step times of DistributedDataParallel and embrace_fx on the same model, in turns. Returns lines to
+    print. Collective: initializes and destroys the default process group.
 
     Args:
-        make: function that returns a new (model, batch, optimizer) at each call; None as the optimizer means SGD.
+        make: returns a new (model, batch, optimizer) at each call. If the optimizer is None, SGD is used.
         steps: the number of measured steps of each system, after warm-up.
     """
     dist.init_process_group()
@@ -95,8 +100,10 @@ def _print_progress(text: str) -> None:
 
 
 def find_loss(results: Any) -> Tensor:
-    """Returns the loss among a model's results: the attribute `loss`, or the first scalar tensor. Raises `ValueError`
-    if there is none.
+    """Returns the loss among a model's results: their attribute `loss`, or the first scalar tensor.
+
+    Raises:
+        ValueError: there is neither.
     """
     if isinstance(found := getattr(results, "loss", None), Tensor):
         return found

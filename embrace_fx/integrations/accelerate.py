@@ -1,4 +1,4 @@
-"""Accelerate's loop: write `EmbraceAccelerator` in place of `Accelerator`; nothing else changes."""
+"""Training with Accelerate: write `EmbraceAccelerator` in place of `Accelerator`. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     """An `Accelerator` whose `prepare` compiles models with embrace_fx instead of wrapping them in
     DistributedDataParallel.
 
-    It saves whole (unsharded) tensors under any plan: any number of ranks can load them, with or without embrace_fx.
+    It saves whole (unsharded) tensors under any plan. Any number of ranks can load these, with or without embrace_fx.
 
     Args:
         compile_options: options of `embrace_fx.compile`.
@@ -37,8 +37,9 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the compiled model. If the model is already compiled or `evaluation_mode` is set, does not compile
-        it. The arguments are those of `Accelerator.prepare_model`.
+        """Compiles a model and returns it. A model that is already compiled is returned unchanged. With
+        `evaluation_mode`, the model is prepared but not compiled. The arguments are those of
+        `Accelerator.prepare_model`.
         """
         if isinstance(model, embrace_fx.CompiledModel):
             self._models.append(model)
@@ -61,7 +62,7 @@ class EmbraceAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the plain model that was compiled, or unwraps another model as Accelerate does.
+        """Returns the plain model of a compiled model. Unwraps any other model as Accelerate does.
         (`transformers.Trainer` reads the class of the result to decide how to shift labels.)
         """
         plain = model.module if isinstance(model, embrace_fx.CompiledModel) else model

@@ -1,4 +1,4 @@
-"""Lightning's loop: write `Trainer(strategy=EmbraceStrategy())`, or `"embrace_fx"`, in place of `"ddp"`."""
+"""Training with Lightning: write `Trainer(strategy=EmbraceStrategy())`, or `"embrace_fx"`, in place of `"ddp"`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ class EmbraceStrategy(DDPStrategy):
         self._calls = 0
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets up the strategy for a trainer. After `fit()`, an evaluation reuses the network that `fit()` has
-        compiled.
-        """
+        """Sets up the strategy for a trainer. An evaluation after `fit()` reuses the network compiled by `fit()`."""
         if self.compiled is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -52,8 +50,8 @@ class EmbraceStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Compiles the module's forward, or its only child with trainable parameters, instead of wrapping the module in
-        DDP.
+        """Compiles the network instead of wrapping the module in DDP. The network is the only child module with
+        trainable parameters, or, if there is no such child, the module itself.
         """
         assert self.model is not None
         if self.compiled is not None:  # fit() may be called several times
@@ -87,7 +85,8 @@ class EmbraceStrategy(DDPStrategy):
         return self.compiled(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs and returns the module's `training_step`. Checks that the step has called the compiled forward.
+        """Runs the module's `training_step` and returns its result. Checks that the step has called the compiled
+        forward.
 
         Raises:
             RuntimeError: the step has not called the compiled forward, so its gradients would not be reduced.
@@ -120,8 +119,8 @@ class EmbraceStrategy(DDPStrategy):
 
 
 class EmbraceMetrics(Callback):
-    """A callback that logs `CompiledModel.metrics()` of the last step every `log_every_n_steps` steps. Pass it to the
-    trainer: `Trainer(callbacks=[EmbraceMetrics()])`.
+    """A callback that logs `CompiledModel.metrics()` every `log_every_n_steps` steps of the trainer. The metrics are
+    those of the last step. Pass the callback to the trainer: `Trainer(callbacks=[EmbraceMetrics()])`.
     """
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
@@ -140,8 +139,8 @@ StrategyRegistry.register("embrace_fx", EmbraceStrategy, description="tables in 
 
 
 def _trained_children(module: nn.Module) -> list[str]:
-    """Returns the sorted names of the module's direct children that contain trainable parameters, and of its own
-    trainable parameters.
+    """Returns the sorted names of the module's direct children with trainable parameters, and of its own trainable
+    parameters.
     """
     trainable = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return sorted({name.split(".")[0] for name in trainable})

@@ -1,4 +1,4 @@
-"""Hugging Face's loop: write `EmbraceTrainer` in place of `Trainer`; nothing else changes."""
+"""Training with Transformers: write `EmbraceTrainer` in place of `Trainer`. Nothing else changes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class EmbraceTrainer(Trainer):
         self.accelerator.__class__ = EmbraceAccelerator
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Returns the compiled model for evaluation, if there is one. Otherwise wraps the model as
-        `Trainer._wrap_model` does.
+        """Wraps the model for training as `Trainer._wrap_model` does. For evaluation, returns the compiled model if
+        there is one.
         """
         compiled = getattr(self, "model_wrapped", None)
         if not training and isinstance(compiled, embrace_fx.CompiledModel):
@@ -41,21 +41,27 @@ class EmbraceTrainer(Trainer):
         return wrapped
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs `logs`. If these have a loss and `logs_metrics` is set, adds the compiled model's metrics."""
+        """Logs `logs`. If `logs` contains a loss and `logs_metrics` is set, adds the compiled model's metrics."""
         compiled = getattr(self, "model_wrapped", None)
         if self.logs_metrics and "loss" in logs and isinstance(compiled, embrace_fx.CompiledModel):
             logs = logs | {f"embrace_fx/{name}": value for name, value in compiled.metrics().items()}
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves `state_dict` to a directory, or by default the model's state dict with whole (unsharded) tables.
-        Collective.
+        """Saves a state dict to a directory. Collective.
+
+        Args:
+            state_dict: the state dict to save, or None for the model's state dict with whole (unsharded) tables.
         """
         assert self.model is not None
         super()._save(output_dir, embrace_fx.full_state_dict(self.model) if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Saves the optimizer's state, gathered from all ranks, and the scheduler's, to a directory. Collective."""
+        """Saves the states of the optimizer, gathered from all ranks, and of the scheduler. Collective.
+
+        Args:
+            output_dir: the directory to save to.
+        """
         optimizer: Any = self.optimizer
         state = optimizer.state_dict()  # collective: every rank builds the state dict, and one writes it
         saved: Any = SimpleNamespace(state_dict=lambda: state)

@@ -21,13 +21,13 @@ from embrace_fx.setup.options import Options
 
 
 class SetUpError(ValueError, RuntimeError):
-    """`compile` cannot train with these arguments: a ValueError and, like the errors of DDP's constructor, a
-    RuntimeError.
+    """Raised if `compile` cannot train a model with the given arguments. It is a ValueError and, like the errors of
+    DDP's constructor, a RuntimeError.
     """
 
 
 class RunsEagerly(Exception):
-    """Raised to run the forward eagerly on all ranks: some rank cannot capture it, for the reason in the text."""
+    """Raised on all ranks to run the forward eagerly, because some rank cannot capture it. The message says why."""
 
 
 def agree_on_set_up(
@@ -45,8 +45,9 @@ def agree_on_set_up(
     Args:
         optimizers, options: the arguments of `compile`.
         mesh: the device mesh given in place of a process group.
-        hook: the communication hook's name.
-        is_called: whether this is the first call, when all parameters may be frozen, like a discriminator's in a GAN.
+        hook: the communication hook's name, or "".
+        is_called: whether this is the first call. Unlike in `compile`, all parameters may then be frozen, as those of a
+            GAN's discriminator are in some calls.
 
     Raises:
         SetUpError: some rank's arguments are bad, or differ from rank 0's. Raised on every rank, with the first
@@ -82,7 +83,9 @@ def agree_on_set_up(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options) -> dict[str, str]:
-    """Returns a description of this rank's model, optimizers and options, for ranks to compare: aspect -> text."""
+    """Describes this rank's model, optimizers and options, for ranks to compare. Maps each aspect, such as "parameter
+    0.weight", to a text.
+    """
     ignored = ignored_names(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = any(getattr(hook, "trainer", None) is not None for hook in model._state_dict_pre_hooks.values())
@@ -103,10 +106,11 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer], options: Options
 
 
 def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for all that must be equal on all ranks: parameters, param groups, optimizer state.
+    """Yields (name, value) for everything that must be equal on all ranks: parameters, options of param groups, and
+    optimizer state.
 
-    Each element of a sharded table is on one rank only and cannot be compared. The step counters of the table's
-    optimizer can. Buffers are left out, because they may legitimately differ between steps.
+    The elements of sharded tables and of their optimizer state are left out, because each is on one rank only. Step
+    counters of their optimizers are included. Buffers are left out, because they may legitimately differ between steps.
     """
     # A tied parameter counts once, by its first name.
     names = {id(state.parameter(name)): name for name in reversed(state.names)}
@@ -127,7 +131,7 @@ def replicated_values(state: ModelState, optimizers: Sequence[Optimizer]) -> Ite
 
 
 def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a param group as values that can be compared between ranks."""
+    """Returns the options of a param group, without its parameters, as values that can be compared between ranks."""
     options = ((key, value) for key, value in group.items() if key != "params")
     return {key: value.tolist() if isinstance(value, Tensor) else value for key, value in options}
 
@@ -135,10 +139,11 @@ def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
 def agree_on_first_call(
     communicator: Communicator, activity: int, failure: Exception | None, route: str | None = "graph"
 ) -> str:
-    """Checks, before there is a plan, that all ranks make the same call and none has failed to capture. Collective.
+    """Checks, before there is a plan, that all ranks make the same call and that none has failed to capture its batch.
+    Collective.
 
     Args:
-        activity: the mode of the call, as `Context.activity` returns it.
+        activity: the mode of the call, as returned by `Context.activity`.
         failure: the error with which this rank could not capture its batch, or None.
         route: the option `route` of `compile`.
 
@@ -146,7 +151,8 @@ def agree_on_first_call(
         The reason why all ranks run the forward eagerly, or "" if all have captured it.
 
     Raises:
-        CaptureError: a rank could not capture; raised on every rank. A rank whose forward itself raised re-raises that.
+        CaptureError: some rank could not capture its batch; raised on every rank. If the forward itself has raised an
+            error on this rank, that error is raised instead.
     """
     reason = runs_eagerly_for(failure, route)
     own = (activity, None if failure is None else failure_text(failure), reason)
@@ -160,18 +166,25 @@ def agree_on_first_call(
 
 
 def runs_eagerly_for(failure: Exception | None, route: str | None) -> str:
-    """Returns the reason to run a forward eagerly after its capture failed, or "" if it must not run eagerly."""
+    """Returns the reason to run a forward eagerly after its capture failed, or "" if it must not run eagerly.
+
+    Args:
+        failure: the error of the capture, or None.
+        route: the option `route` of `compile`.
+    """
     if route == "graph" or not isinstance(failure, CaptureError) or failure.raised is not None:
         return ""
     return failure.reason
 
 
 def give_up(announcements: StepHandshake, failure: Exception) -> NoReturn:
-    """Announces to the other ranks, in place of a step, that this rank has failed, and raises the error.
+    """Announces to the other ranks that this rank has failed and will not run the step. Then raises an error on every
+    rank.
 
     Raises:
-        CaptureError: `failure` is one. If the forward itself raised, raises that error. Other ranks raise PeerFailure.
-        PeerFailure: for any other failure, on every rank.
+        CaptureError: the failure is a `CaptureError`; raised on this rank only. If the forward itself has raised an
+            error, that error is raised instead.
+        PeerFailure: raised on all other ranks, and on this rank after any other failure.
     """
     report = None
     try:

@@ -16,10 +16,19 @@ from embrace_fx.setup.options import Options
 
 @dataclass(frozen=True)
 class Context:
-    """What all parts of a compiled model share: the model, its optimizers and tables, the ranks and the options."""
+    """Everything that the parts of a compiled model share: the model, its optimizers and tables, the ranks and the
+    options.
+
+    Attributes:
+        model: the user's model.
+        optimizer_hooks: the hooks on the model's optimizers.
+        state: the model's parameters and tables.
+        announcements: the messages in which ranks announce each step to one another.
+        options: the options of `compile`.
+    """
 
     model: nn.Module
-    optimizer_hooks: OptimizerHooks  # the hooks on the model's optimizers
+    optimizer_hooks: OptimizerHooks
     state: ModelState
     announcements: StepHandshake
     options: Options
@@ -36,5 +45,7 @@ class Context:
         return next((each for each in devices if each.type != "meta"), torch.get_default_device())
 
     def activity(self, *, train: bool) -> int:
-        """Returns the code of a call's mode for announcements: training, accumulating (in `no_sync`) or evaluating."""
+        """Returns the code with which ranks announce the mode of a call: training, accumulating (under `no_sync`) or
+        evaluating.
+        """
         return activity_code(train=train, reduces=self.state.synchronised)

@@ -1,8 +1,8 @@
-"""Logs on rank 0 each long stage of a first call, and one line of the decisions.
+"""Logs on rank 0 each long stage of a first call, and one line about the plan.
 
-All lines go to the logger "embrace_fx" at INFO. A program that has configured logging gets them by its own handlers
-and levels. Otherwise they are printed on stderr, because seconds without output look like a hang. Any means of
-`logging` silences them: a level of the logger, `logging.disable`, or handlers.
+All lines go to the logger "embrace_fx" at INFO. If the program has configured logging, its own handlers and levels
+apply. Otherwise the lines are printed on stderr, because seconds without output look like a hang. They can be silenced
+by a level of the logger, by `logging.disable`, or by handlers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 logger = logging.getLogger("embrace_fx")
 
 LINE_EVERY_S = 1.8
-"""Longest time without a line, across stages."""
+"""Interval in seconds at which the running stage is logged."""
 
 _of_thread = threading.local()
 """Holds a thread's nested stages, outermost first, with their start times."""
@@ -33,11 +33,11 @@ def log(message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def stage(what: str, rank: int = 0) -> Iterator[None]:
-    """Opens a context for a stage of the first call. If the stage takes long, a thread logs at intervals the name of
-    the innermost stage that is running.
+    """Opens a context for a stage of the first call. While stages run, a thread logs the name of the innermost stage at
+    intervals.
 
     Args:
-        what: the stage, such as "probing links".
+        what: the name of the stage, such as "probing links".
         rank: this rank; only rank 0 logs.
     """
     if rank != 0:
@@ -59,7 +59,11 @@ def stage(what: str, rank: int = 0) -> Iterator[None]:
 
 
 def _watch(stages: list[tuple[str, float]], ended: threading.Event) -> None:
-    """Logs the last of `stages`, pairs (name, start time in s), every few seconds until the event `ended` is set."""
+    """Logs the innermost running stage every `LINE_EVERY_S` seconds until `ended` is set.
+
+    Args:
+        stages: the running stages, outermost first, as (name, start time in seconds).
+    """
     while not ended.wait(LINE_EVERY_S):
         for what, began_s in stages[-1:]:  # the last stage may have ended in the meantime
             log("%s, %.0f s so far", what, time.monotonic() - began_s)

@@ -21,7 +21,8 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
     """Raises `ValueError` if a model cannot be trained with these optimizers.
 
     Args:
-        is_called: whether this is the first call, when all parameters may be frozen, like a discriminator's in a GAN.
+        is_called: whether this is the first call. Unlike in `compile`, all parameters may then be frozen, as those of a
+            GAN's discriminator are in some calls.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -34,7 +35,11 @@ def check_model(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool)
 
 
 def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bool) -> Iterator[str]:
-    """Yields an error message for each reason why a model cannot be trained with these optimizers."""
+    """Yields an error message for each reason why a model cannot be trained with these optimizers.
+
+    Args:
+        is_called: whether this is the first call, when all parameters may be frozen.
+    """
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     # `torch.compile` keeps the model that it wraps as `_orig_mod`.
     by_torch = isinstance(model, DistributedDataParallel) or "_orig_mod" in model._modules
@@ -52,26 +57,30 @@ def _find_problems(model: nn.Module, optimizers: Sequence[Any], *, is_called: bo
     for hook in hooks:
         if taken := getattr(hook, "why_not_compiled", ""):
             yield (
-                f"compile(): cannot take this {kind}: {taken}. Load its full_state_dict() into a new model, and "
+                f"compile(): this {kind} cannot be compiled: {taken}. Load its full_state_dict() into a new model, and "
                 "compile that."
             )
     own = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             yield (
-                f"compile(): optimizer is {_type_text(optimizer)}, not a torch.optim.Optimizer or several. Create it "
-                "first, for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
+                f"compile(): optimizer is {_type_text(optimizer)}, not a torch.optim.Optimizer or a sequence of them. "
+                "Create it first, for example torch.optim.Adagrad(model.parameters(), lr=0.01)."
             )
         elif not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             yield (
-                f"compile(): {type(optimizer).__name__} holds no parameter of {kind}, so its steps "
+                f"compile(): {type(optimizer).__name__} has no parameter of {kind}, so its steps "
                 "would not change the model. Create it with this model's parameters()."
             )
     yield from _find_parameter_problems(model, is_called=is_called)
 
 
 def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[str]:
-    """Yields a message for each problem of a model's parameters. At its first call (`is_called`), all may be frozen."""
+    """Yields an error message for each problem of a model's parameters.
+
+    Args:
+        is_called: whether this is the first call, when all parameters may be frozen.
+    """
     kind, hooks = type(model).__name__, [*model._state_dict_pre_hooks.values()]
     if not is_called and not any(parameter.requires_grad for parameter in model.parameters()):
         yield f"compile(): {kind} has no trainable parameter, so there is nothing to train. Call the model itself."
@@ -81,18 +90,19 @@ def _find_parameter_problems(model: nn.Module, *, is_called: bool) -> Iterator[s
         if not isinstance(parameter, nn.Parameter):
             yield (
                 f"The model is called with another tensor in place of {name}, but gradients belong to the model's own "
-                "parameters. Give functional_call tensors for all parameters and buffers, or call the plain model."
+                "parameters. Pass tensors for all parameters and buffers to functional_call(), or call the plain model."
             )
         if isinstance(parameter, TableShard) and id(parameter.spread) not in placed:
             yield (
-                f"{name} is sharded by another compiled model, so this rank has only a shard of it. Keep a table that "
-                f"several models read whole in each of them, with strategy={{{name!r}: 'allreduce'}}, or compile one "
-                "module that contains these models."
+                f"{name} is sharded by another compiled model, so this rank has only a shard of it. To use the "
+                f"table in several models, keep it whole: compile each with strategy={{{name!r}: 'allreduce'}}. Or "
+                "compile one module that contains these models."
             )
         if parameter.requires_grad and has_node_hooks(parameter):
             yield (
-                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, and that node never "
-                "runs here. Use register_post_accumulate_grad_hook(), or step the optimizer after backward()."
+                f"compile(): {name} has a hook on the autograd node that accumulates its gradient, but embrace_fx "
+                "never runs that node. Use register_post_accumulate_grad_hook(), or step the optimizer after "
+                "backward()."
             )
 
 
@@ -134,7 +144,9 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """Returns an array over the addresses of a tensor's elements. Do not read its values: they may be on a GPU."""
+    """Returns an array whose elements have the same addresses as those of a tensor. Do not read it: the memory may be
+    on a GPU.
+    """
     size, at = tensor.element_size(), (tensor.data_ptr(), True)
     place = {"version": 3, "data": at, "shape": tuple(tensor.shape), "typestr": f"|V{size}"}
     place["strides"] = tuple(size * stride for stride in tensor.stride())

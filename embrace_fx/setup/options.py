@@ -18,7 +18,7 @@ from embrace_fx.vocabulary.plan import SHARDED, Grid, Plan
 from embrace_fx.vocabulary.schedule import AUTO, SCHEDULES
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
-"""What `compile` accepts as optimizer."""
+"""Type of the argument `optimizer` of `compile`."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,14 @@ class Options:
 
     @property
     def shares_buffers(self) -> bool:
-        """Whether a forward starts with rank 0's buffers on all ranks (`broadcast_buffers=True`)."""
+        """Whether all ranks use rank 0's buffers in each forward (`broadcast_buffers=True`)."""
         return self.broadcast_buffers is True
 
     @property
     def asked_strategies(self) -> list[str | Grid]:
-        """The strategies in the given plan or, without one, those that the user requested."""
+        """The strategies in the plan that the user has passed to `compile`. Without a plan, the strategies that the
+        user has requested.
+        """
         if self.given_plan is not None:
             return [decision.strategy for decision in self.given_plan]
         return [*self.strategy.values()] if isinstance(self.strategy, Mapping) else [self.strategy]
@@ -61,16 +63,21 @@ class Options:
         return self.plan if isinstance(self.plan, Plan | None) else Plan.load(self.plan)
 
     def text_to_compare(self) -> str:
-        """Returns the options as text, which must be equal on all ranks.
+        """Returns the options as text. The texts of all ranks must be equal.
 
-        For `spill_to`, which may differ, the text says only whether it is set. A given plan appears as its digest.
+        The text contains only whether `spill_to` is set, because its value may differ between ranks. A given plan is
+        represented by its digest.
         """
         plan = self.given_plan
         own = replace(self, plan=None, spill_to=None if self.spill_to is None else "somewhere")
         return repr(own) + (f" and a plan of digest {plan.digest()}" if plan is not None else "")
 
     def check(self, where: str = "compile()") -> None:
-        """Raises `ValueError` if an option has a wrong value. The error message names the call `where`."""
+        """Raises `ValueError` if an option has a wrong value.
+
+        Args:
+            where: the call to name in the error message.
+        """
         allowed = {
             "schedule": (AUTO, *SCHEDULES),
             "row_updates": ("exact", "sweep", "replay", "lazy"),
@@ -115,7 +122,11 @@ class Options:
             )
 
     def _check_tables(self, where: str) -> None:
-        """Raises `ValueError` if an option about tables has a wrong value. The error message names the call `where`."""
+        """Raises `ValueError` if an option about tables has a wrong value.
+
+        Args:
+            where: the call to name in the error message.
+        """
         memory: object = self.table_memory
         of_tables = list(memory.values()) if isinstance(memory, Mapping) else [] if memory is None else [memory]
         if not all(isinstance(each, int | float) and each > 0 for each in of_tables):
@@ -132,6 +143,8 @@ class Options:
 
 
 def as_tuple(optimizer: Optimizers) -> tuple[Optimizer, ...]:
-    """Returns the argument `optimizer` of `compile` as a tuple, unchecked: all ranks check it together later."""
+    """Returns the argument `optimizer` of `compile` as a tuple. Does not check it, because all ranks check it together
+    later.
+    """
     given: Any = () if optimizer is None else optimizer
     return tuple(given) if isinstance(given, list | tuple) else (given,)

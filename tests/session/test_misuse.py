@@ -87,7 +87,7 @@ def test_a_function_is_no_model() -> None:
 
 
 def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(ValueError, match=r"SGD holds no parameter of Words"):
+    with pytest.raises(ValueError, match=r"SGD has no parameter of Words"):
         embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
 
 
