@@ -1,12 +1,11 @@
 """Parameters with pending updates: the first access between calls, steps and backwards applies the updates.
 
 Contract
-    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a shard has
-    a callback. Both apply all pending updates before any read or write of the values. Reading a shape, a dtype or `.grad`
-    applies nothing. `optimizer.state` is guarded in the same way. The callback stays during a step and does nothing.
+    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a shard
+    has a callback. Both apply all pending updates before any access to the values. Reading a shape, a dtype or `.grad`
+    applies nothing. `optimizer.state` is guarded in the same way. During a step, the callback does nothing.
     A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) bypasses these guards. If one
-    exists when an update would be deferred, the update is applied at once; also if a user holds a tensor of the
-    optimizer's state.
+    exists, or if a user holds a tensor of the optimizer's state, an update is applied at once instead of deferred.
     Access through a stored `data_ptr()` cannot be detected.
 """
 
@@ -188,9 +187,7 @@ class UpdateGroup:
 
     @contextlib.contextmanager
     def _mark_applying(self) -> Iterator[None]:
-        """Opens a context in which accesses to the parameters apply no updates, because the updates are being applied
-        already.
-        """
+        """Opens a context in which accesses to the parameters apply nothing, because updates are being applied."""
         self._applies = True
         try:
             yield
@@ -226,9 +223,7 @@ class UpdateGroup:
         self.is_open = bool(self._held or self.dense)
 
     def disarm_dense(self) -> None:
-        """Disarms the parameters that are not table shards: accesses to them apply no updates until they are armed
-        again. Called when a step begins, which applies pending updates itself. The caller must hold the lock.
-        """
+        """Disarms the parameters that are not table shards, until they are armed again. The caller holds the lock."""
         self.stale = True
         for parameter in self.dense:
             if issubclass(kind := type(parameter), PendingParameter):  # isinstance() would call the metaclass
@@ -300,7 +295,9 @@ class PendingUpdates:
                 kind.close()
 
     def close_for(self, optimizer: Optimizer) -> None:
-        """Disarms what an optimizer is about to step. Parameters of others stay armed: its step may read them."""
+        """Disarms the parameters and the state of an optimizer that is about to step. The parameters of other
+        optimizers stay armed, because the step may read them.
+        """
         if self._stepped == [optimizer] or not self.states:
             self.close()
             return
