@@ -21,7 +21,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from embrace_fx.runtime.kernels.gpu.columns import pack_columns as pack_columns
     from embrace_fx.runtime.kernels.gpu.columns import unpack_columns as unpack_columns
-    from embrace_fx.runtime.kernels.gpu.decay_rows import decay_rows as decay_rows
+    from embrace_fx.runtime.kernels.gpu.deferred_steps import decay_rows as decay_rows
     from embrace_fx.runtime.kernels.gpu.sums import find_segments as find_segments
     from embrace_fx.runtime.kernels.gpu.sums import known_segments as known_segments
     from embrace_fx.runtime.kernels.gpu.sums import sum_segments as sum_segments
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _FILES = {
     "columns": ("pack_columns", "unpack_columns"),
-    "decay": ("decay_rows",),
+    "deferred_steps": ("decay_rows",),
     "sums": ("find_segments", "known_segments", "sum_segments"),
     "updates": ("adagrad_rows", "adam_rows", "sgd_rows"),
 }
