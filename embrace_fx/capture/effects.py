@@ -198,7 +198,8 @@ def state_inputs(graph: torch.fx.Graph, model_name: str) -> dict[int, str]:
     return {
         position: name.replace(model_name, "L['self']")
         for position, name in enumerate(sources)
-        if not OF_PROGRAMS.search(name) and (name.startswith("G[") or (model_name in name and name != model_name))
+        if not ((found := OF_PROGRAMS.fullmatch(name)) and not found[4])
+        and (name.startswith("G[") or (model_name in name and name != model_name))
     }
 
 

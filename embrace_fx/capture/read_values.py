@@ -12,15 +12,20 @@ import inspect
 import re
 import types
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, fx, nn
 
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+MOST_COMPARED = 4096
+"""Elements of a tensor, read as a number, up to which its values are compared at each call."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+"""Types of values that cannot change in place."""
 _OF_CLASS = re.compile(r"dict\(type\((L\['self'\].*)\)\.__dict__\)\['(\w+)'\]")
 """Dynamo's name for a class attribute, which an instance attribute may hide later."""
 
@@ -128,9 +133,42 @@ class ReadValues:
 _AS_NUMBERS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__")
 
 
-def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> VersionSnapshot:
-    """Returns a snapshot of the tensors from which the graph reads Python numbers, by calls such as `.item()`. The
-    snapshot detects later writes of these tensors.
+@dataclass(frozen=True)
+class NumbersRead:
+    """Tensors whose values the forward has read as Python numbers, for example by `.item()`.
+
+    Attributes:
+        tensors: the tensors.
+        were: their version counters at the capture.
+        values: copies of the small ones in host memory, which code can also write without changing their version, by
+            `.data` or through NumPy. None for others.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    were: VersionSnapshot = field(default_factory=VersionSnapshot)
+    values: tuple[Tensor | None, ...] = ()
+
+    @staticmethod
+    def of(tensors: Iterable[Tensor]) -> NumbersRead:
+        """Records the current values of tensors."""
+        found = tuple(tensors)
+        copies = (t.detach().clone() if t.device.type == "cpu" and t.numel() <= MOST_COMPARED else None for t in found)
+        return NumbersRead(found, VersionSnapshot.of_tensors(found), tuple(copies))
+
+    def changed(self) -> list[Tensor]:
+        """Returns the tensors that have been written since the capture."""
+        written = self.were.written()
+        known = zip(self.tensors, self.values, strict=True)
+        return written + [now for now, old in known if old is not None and not _equal_values(now, old)]
+
+
+def _equal_values(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and values. Two nan are equal."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a.detach(), b, 0.0, 0.0, equal_nan=True)
+
+
+def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersRead:
+    """Returns the tensors from which the graph reads Python numbers, by calls such as `.item()`.
 
     Args:
         constants: maps an input of the graph to its tensor.
@@ -143,7 +181,7 @@ def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]
             made[node] = set().union(*of_inputs)
             if node.op == "call_method" and node.target in _AS_NUMBERS:
                 read |= made[node]
-    return VersionSnapshot.of_tensors({id(constants[node]): constants[node] for node in read}.values())
+    return NumbersRead.of({id(constants[node]): constants[node] for node in read}.values())
 
 
 def _read_through_instance(match: re.Match[str], scope: dict[str, Any]) -> str:
@@ -183,7 +221,7 @@ def _comparable(value: Any) -> bool:
     """Returns whether a change of a value can be detected. This is true for plain values, arrays, and tensors other
     than parameters.
     """
-    return isinstance(value, (*_PLAIN, np.ndarray)) or (
+    return isinstance(value, (*PLAIN, np.ndarray)) or (
         isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     )
 
@@ -196,7 +234,7 @@ def _same(a: Any, b: Any) -> bool:
         return a is b
     if isinstance(a, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
-    return isinstance(a, _PLAIN) and bool(a == b)
+    return isinstance(a, PLAIN) and bool(a == b)
 
 
 NO_VALUES = ReadValues.evaluate((), {})

@@ -44,10 +44,9 @@ from embrace_fx.capture.guards import (
 from embrace_fx.capture.kept_by_torch import capture_metrics
 from embrace_fx.capture.model_forms import STATES, TreeResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
-from embrace_fx.capture.read_values import ReadValues, tensors_read_as_numbers
+from embrace_fx.capture.read_values import NumbersRead, ReadValues, tensors_read_as_numbers
 from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, rnn_as_ops
 from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
-from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 
 @dataclass(frozen=True)
@@ -273,9 +272,8 @@ def _where_read(read: _Read, symbols: Mapping[str, Symbol], model_name: str) -> 
     return [of_arguments.get(name, read.conditions.to_scope_name(name, model_name)) for name in symbols]
 
 
-def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> VersionSnapshot:
-    """Returns a snapshot of the tensors in attributes and globals from which Dynamo's graph reads Python numbers. The
-    snapshot detects later writes of these tensors.
+def _tensors_read_as_numbers(graph: fx.Graph, model_name: str, values: ReadValues) -> NumbersRead:
+    """Returns the tensors in attributes and globals from which Dynamo's graph reads Python numbers.
 
     Args:
         model_name: Dynamo's name for the model.
@@ -358,9 +356,10 @@ def _export_with_dynamo(model: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     names = argument_names(traced_function(model), args, kwargs)
     constants = constants_read(pytree.tree_leaves((args, kwargs)), names, guarded)
     check_read_arguments([*constants.values()], type(model).__name__)
+    given = {*traced_function(model).__code__.co_varnames[: 1 + len(args)], *kwargs}
     args, kwargs = _without_unread(args, kwargs, constants)
     gm = create_fx_graph_from_captured_output(out, model, args, kwargs)
-    return _Read(gm, out, collect_guards(gm, model), effects, args, kwargs, constants, names)
+    return _Read(gm, out, collect_guards(gm, model, given), effects, args, kwargs, constants, names)
 
 
 def _trace_joint(

@@ -57,7 +57,7 @@ class BufferSharing:
             return lambda: 0, None
         written = written_by(graph.module)
         inputs = {role.name for _, role in graph.inputs() if isinstance(role, Buffer) and role in written}
-        mutated = assigned.union(inputs) - self._state.ignored
+        mutated = assigned.union(inputs) - self._state.unshared_buffers
         self._written |= mutated
         self._were = VersionSnapshot.of_tensors_in(self._never_written())
 
@@ -76,7 +76,8 @@ class BufferSharing:
                 # broadcasts all buffers.
                 every = self._context.announcements.buffers_differ or self._counters.authority != 0
                 shared = self.shared_names() if every else sorted(self._stale)
-                tensors = [owner[key] for owner, key in map(self._state.place_of_buffer, shared)]
+                places = map(self._state.place_of_buffer, shared)
+                tensors = [owner[key] for owner, key in places if owner.get(key) is not None]
                 self._context.communicator.broadcast(tensors, self._counters.authority)
                 self._stale = self._stale.difference(shared)
                 self._were = VersionSnapshot.of_tensors_in(self._never_written())
@@ -86,7 +87,7 @@ class BufferSharing:
 
     def _never_written(self) -> Iterable[Tensor]:
         """Yields the buffers that no forward writes."""
-        return self._state.buffers_except(self._written | self._state.ignored)
+        return self._state.buffers_except(self._written | self._state.unshared_buffers)
 
     def shares_next(self) -> bool:
         """Returns whether the next forward first makes buffers equal on all ranks."""
@@ -96,8 +97,8 @@ class BufferSharing:
         """Returns the names of the buffers that must be equal on all ranks. Returns an empty list if the options share
         no buffers.
         """
-        ignored, shares = self._state.ignored, self._context.options.shares_buffers
-        return [name for name in self._state.buffer_names() if shares and name not in ignored]
+        apart, shares = self._state.unshared_buffers, self._context.options.shares_buffers
+        return [name for name in self._state.buffer_names() if shares and name not in apart]
 
 
 @functools.lru_cache(maxsize=64)

@@ -219,6 +219,7 @@ class GraphCalls:
             )
         kind.shapes.append(shapes)
         captured = self._capture_with_inputs(kind, call)
+        self._context.state.find_new_buffers(self._context.model)
         return replace(captured, conditions=captured.conditions.without_broken())
 
     def _capture_with_inputs(self, captures: Entries, call: Arguments) -> Captured:

@@ -138,8 +138,10 @@ class ModelState:
         self._buffers = dict(_find_owners(model, "_buffers"))
         self.names = tuple(self._parameters)
         self._record_parameters()
-        self.ignored = ignored_names(model)
-        """Names of parameters and buffers that each rank keeps for itself, as with DDP."""
+        self.ignored = self.unshared_buffers = ignored_names(model)
+        """Names of parameters and buffers that each rank keeps for itself, as with DDP. Buffers that are registered, or
+        set for the first time, after `compile()` are added to `unshared_buffers`, because DDP does not share them either.
+        """
         self.tables: dict[str, Member] = {}
         self.hints: Prefetcher | None = None
         """Receives the rows of upcoming batches if tables are larger than memory."""
@@ -233,6 +235,12 @@ class ModelState:
             known.update(_find_owners(model, kind))
         self.names = tuple(self._parameters)
         self._record_parameters()
+
+    def find_new_buffers(self, model: nn.Module) -> None:
+        """Looks up the buffers that were registered, or set for the first time, since the last lookup."""
+        found = dict(_find_owners(model, "_buffers"))
+        self.unshared_buffers |= found.keys() - self._buffers.keys()
+        self._buffers.update(found)
 
     def _record_parameters(self) -> None:
         """Records every parameter by name, to recognize parameters that are renamed or removed later."""

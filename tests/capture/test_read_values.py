@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,16 @@ class Scaled(nn.Module):
         self.read = torch.ones(())
         self.of_numpy: Any = np.float64(1.0)
         self.array = np.ones((), dtype=np.float32)
+        self.config = SimpleNamespace(training=False)
+        self.linear.weight.gain = 1.0  # type: ignore[attr-defined]
+        self.register_buffer("seen", torch.ones(1))
+        self.register_buffer("mask", None)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         factor = self.of_class * self.number * self.numbers[1] * SETTINGS["scale"]
-        factor *= self.read.item() * float(GLOBAL[0])
+        factor *= self.read.item() * float(GLOBAL[0]) * self.linear.weight.gain * len(self.seen)
+        if self.config.training or self.mask is not None:
+            factor *= 2.0 if self.mask is None else self.mask
         found: Tensor = self.dropout(self.linear(x_BD) * self.of_numpy).square().mean() * self.tensor * factor + OFFSET
         return found * torch.from_numpy(self.array)
 
@@ -66,6 +73,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a number of NumPy's": lambda model: setattr(model, "of_numpy", np.float64(2.0)),
     "an array": lambda model: setattr(model, "array", np.full((), 2.0, dtype=np.float32)),
     "an array's element": lambda model: model.array.fill(2.0),
+    "what is called training": lambda model: setattr(model.config, "training", True),
+    "an attribute of a parameter": lambda model: setattr(model.linear.weight, "gain", 2.0),
+    "the length of a buffer": lambda model: setattr(model, "seen", torch.ones(3)),
+    "a buffer that was None": lambda model: setattr(model, "mask", torch.full((), 3.0)),
+    "a number behind .data": lambda model: model.read.data.fill_(3.0),
 }
 
 
@@ -79,7 +91,10 @@ def _check(model: nn.Module, change: Callable[[Any], object]) -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
-BY_DEFAULT = ("an item of a list", "a global", "a tensor that is read as a number", "an array's element")
+BY_DEFAULT = (
+    *("an item of a list", "a global", "a tensor that is read as a number", "an array's element"),
+    *("what is called training", "an attribute of a parameter", "a buffer that was None", "a number behind .data"),
+)
 
 
 @pytest.mark.parametrize("name", long_but(BY_DEFAULT, {name: (name,) for name in CHANGES}))
