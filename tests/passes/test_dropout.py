@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Result
 from tests.support.golden import check_golden
-from tests.support.graphs import IDS, Tables, analysed, run_graph, tables_model, tangent, targets, text
+from tests.support.graphs import IDS, Tables, analysed, run_graph, tables_model, tangent, targets, text, verified
 
 
 def once(model: Tables, ids: Tensor) -> Tensor:
@@ -35,17 +34,14 @@ def transposed(model: Tables, ids: Tensor) -> Tensor:
 
 def test_golden() -> None:
     graph = analysed(tables_model(once), IDS)
-    before = text(graph.module)
-    check_golden("eager_dropout", text(EagerDropout()(graph).module))
-    assert text(graph.module) == before
+    check_golden("eager_dropout", text(verified(EagerDropout(), graph).module))
 
 
 @pytest.mark.parametrize("forward", [once, twice, transposed])
 def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> None:
     model = tables_model(forward)
     graph = analysed(model, IDS)
-    after = EagerDropout()(graph)
-    verify(after, after="EagerDropout", captured=graph, previous=graph)
+    after = verified(EagerDropout(), graph)
     found = run_graph(after, model, IDS, seed=3)
     torch.manual_seed(3)
     expected = model(IDS)
@@ -58,8 +54,7 @@ def test_results_and_gradients_are_eagers(forward: Callable[..., Tensor]) -> Non
 def test_dropout_of_nothing_copies_nothing() -> None:
     model = tables_model(lambda m, x: F.dropout(m.linear(F.dropout(m.table(x), 0.0)), 0.0).square())
     graph = analysed(model, IDS)
-    after = EagerDropout()(graph)
-    verify(after, after="EagerDropout", captured=graph, previous=graph)
+    after = verified(EagerDropout(), graph)
     assert "aten::clone" in targets(graph.graph)
     assert "aten::clone" not in targets(after.graph)
     found, expected = run_graph(after, model, IDS), model(IDS)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embrace_fx.passes.narrow import NarrowExchange, exchange_dtype
-from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
 from tests.support.golden import check_golden
@@ -28,6 +27,7 @@ from tests.support.graphs import (
     sharding,
     table_of,
     text,
+    verified,
 )
 from tests.support.graphs import tables_model as model_in_float64
 from tests.support.ranks import run_ranks
@@ -41,10 +41,7 @@ def tables_model(forward: Callable[..., Any], **options: Any) -> Tables:
 
 
 def narrowed(graph: TrainingGraph) -> TrainingGraph:
-    sharded = sharding(TABLE, world_size=2)(graph)
-    result = NarrowExchange()(sharded)
-    verify(result, after="NarrowExchange", captured=graph, previous=sharded)
-    return result
+    return verified(NarrowExchange(), sharding(TABLE, world_size=2)(graph), captured=graph)
 
 
 def autocast(model: Tables, ids: Tensor) -> Tensor:
@@ -176,6 +173,4 @@ def test_values_on_several_ranks() -> None:
 
 def test_golden() -> None:
     graph = analysed(tables_model(autocast), IDS)  # a fresh graph, so that symbols get the numbers of the golden file
-    before = text(graph.module)
     check_golden("narrow_exchange", text(narrowed(graph).module))
-    assert text(graph.module) == before

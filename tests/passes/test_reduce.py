@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.passes.reduce import ReduceGradients
-from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from tests.support.golden import check_golden
@@ -24,6 +23,7 @@ from tests.support.graphs import (
     tangent,
     targets,
     text,
+    verified,
 )
 from tests.support.ranks import run_ranks
 from tests.support.table_cases import plain
@@ -34,17 +34,13 @@ BUCKETS: Buckets = (("linear.bias", "linear.weight"), ("table.weight",))
 
 
 def checked(graph: TrainingGraph, buckets: Buckets, world_size: int = 2) -> TrainingGraph:
-    result = ReduceGradients(buckets, world_size)(graph)
-    verify(result, after="ReduceGradients", captured=graph, previous=graph)
-    return result
+    return verified(ReduceGradients(buckets, world_size), graph)
 
 
 def test_golden() -> None:
     graph = analysed(classifier(), IDS)
-    before = text(graph.module)
     after = checked(graph, (("classify.bias", "classify.weight"), ("words.weight",)))
     check_golden("reduce_gradients", text(after.module))
-    assert text(graph.module) == before
 
 
 def means_over_ranks(rank: int, world_size: int, buckets: Buckets) -> None:

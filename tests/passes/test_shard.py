@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.passes.shard import ShardTables
-from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     BAG,
@@ -28,6 +26,7 @@ from tests.support.graphs import (
     tables_model,
     targets,
     text,
+    verified,
 )
 from tests.support.ranks import run_ranks
 from tests.support.table_cases import LEGAL, bag, example, plain
@@ -36,16 +35,10 @@ TABLE = "table.weight"
 BOTH = (TABLE, "other.weight")
 
 
-def checked(graph: TrainingGraph, rewrite: ShardTables) -> TrainingGraph:
-    result = rewrite(graph)
-    verify(result, after="ShardTables", captured=graph, previous=graph)
-    return result
-
-
 @pytest.mark.parametrize("name", LEGAL)
 def test_values_on_one_rank(name: str) -> None:
     (model, graph), args = example(name), LEGAL[name].args
-    sharded = checked(graph, sharding(TABLE))
+    sharded = verified(sharding(TABLE), graph)
     assert_equal_outputs(run_graph(sharded, model, *args), run_graph(graph, model, *args))
 
 
@@ -71,7 +64,7 @@ def shards_compute_the_same(rank: int, world_size: int, dims: tuple[int, ...]) -
         model.other = torch.nn.Embedding(10, dim).double()
         model.linear = torch.nn.Linear(dim, 3).double()
         graph = analysed(model, *batch)
-        sharded = checked(graph, sharding(*BOTH, rank=rank, world_size=world_size))
+        sharded = verified(sharding(*BOTH, rank=rank, world_size=world_size), graph)
 
         whole = averaged(run_graph(graph, model, *batch), BOTH, communicator)
         found = run_graph(sharded, model, *batch, communicator=communicator)
@@ -89,9 +82,7 @@ def test_golden_of_two_tables_one_of_them_with_padding_and_two_lookups() -> None
         return pairs + model.other(ids)
 
     graph = analysed(tables_model(forward, padding_idx=0), IDS)
-    before = text(graph.module)
-    check_golden("shard_tables", text(checked(graph, sharding(*BOTH, rank=1, world_size=2)).module))
-    assert text(graph.module) == before
+    check_golden("shard_tables", text(verified(sharding(*BOTH, rank=1, world_size=2), graph).module))
 
 
 def test_nothing_to_shard_leaves_the_graph_itself() -> None:
@@ -102,7 +93,7 @@ def test_nothing_to_shard_leaves_the_graph_itself() -> None:
 def test_a_forward_alone_sends_no_gradients() -> None:
     model = tables_model(plain)
     graph = analysed(model, IDS, train=False)
-    sharded = checked(graph, sharding(TABLE))
+    sharded = verified(sharding(TABLE), graph)
     assert "embrace::all_to_all_gradients" not in targets(sharded.graph)
     assert_equal_outputs(run_graph(sharded, model, IDS), run_graph(graph, model, IDS))
 
@@ -116,7 +107,7 @@ def replicas_rescale_the_same_rows(rank: int, world_size: int) -> Tensor:
     model = tables_model(renormed, max_norm=0.5)
     batch = torch.tensor([[rank, 3 * rank]])
     graph = analysed(model, batch)
-    rewritten = checked(graph, ShardTables((), (TABLE,), rank, world_size))
+    rewritten = verified(ShardTables((), (TABLE,), rank, world_size), graph)
     alone = run_graph(graph, model, batch)
     together = run_graph(rewritten, model, batch, communicator=communicator)
     assert together.keys() == alone.keys()

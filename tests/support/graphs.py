@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.capture import capture
 from embrace_fx.passes.pipeline import Pass, with_tables
 from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.runtime.lower.lower import lower_phase
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -104,6 +105,15 @@ def apply(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
     for each in passes:
         graph = each(graph)
     return graph
+
+
+def verified(rewrite: Pass, graph: TrainingGraph, captured: TrainingGraph | None = None) -> TrainingGraph:
+    """Returns a graph after a pass, which must be legal; the graph before it must not have changed."""
+    before = text(graph.module)
+    result = rewrite(graph)
+    verify(result, after=type(rewrite).__name__, captured=captured or graph, previous=graph)
+    assert text(graph.module) == before
+    return result
 
 
 def sharding(*tables: str, rank: int = 0, world_size: int = 1) -> ShardTables:
