@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from tests.eager.models import Classifier, labelled
+from tests.support.beside import take_steps
 from tests.support.inside import captures_of
 from tests.support.ranks import run_ranks
 
@@ -29,15 +30,8 @@ class Annealed(Classifier):
 
 
 def _train(model: Any, rank: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(8):
-        optimizer.zero_grad()
-        loss = model(*labelled(step, rank), 1 / (1 + step), step, f"step {step}")
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    batches = [(*labelled(step, rank), 1 / (1 + step), step, f"step {step}") for step in range(8)]
+    return [loss.item() for loss in take_steps(model, torch.optim.SGD(model.parameters(), lr=0.1), batches)]
 
 
 def _both(rank: int, world_size: int) -> tuple[bool, int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import embrace_fx
 from tests.eager.models import Asserting, Turning, labelled
+from tests.support.beside import train
 from tests.support.ranks import run_ranks
 
 SOON_S = 20.0
@@ -68,11 +70,7 @@ def _failing(rank: int, world_size: int, where: str) -> tuple[str, float, list[T
 def _good(rank: int, world_size: int) -> list[Tensor]:
     torch.manual_seed(0)
     compiled = embrace_fx.compile(Failing(), route="eager")
-    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.1)
-    for step in (0, 1, 3):
-        optimizer.zero_grad()
-        compiled(*labelled(step, rank)).backward()
-        optimizer.step()
+    train(compiled, [labelled(step, rank) for step in (0, 1, 3)], partial(torch.optim.AdamW, lr=0.1))
     return [parameter.detach() for parameter in compiled.module.parameters()]
 
 

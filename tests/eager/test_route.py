@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
 from embrace_fx.planning import findings
+from tests.support.beside import train
 from tests.support.ranks import run_ranks
 
 STEPS = 6
@@ -37,15 +38,9 @@ class Chain(nn.Module):
 
 
 def _train(model: Any, rank: int, steps: int = STEPS, words: int = 20) -> list[float]:
-    generator, losses = torch.Generator().manual_seed(rank), []
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2, eps=1e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randint(words, (4, 6), generator=generator))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    generator = torch.Generator().manual_seed(rank)
+    batches = [(torch.randint(words, (4, 6), generator=generator),) for _ in range(steps)]
+    return [loss.item() for loss in train(model, batches, partial(torch.optim.Adam, lr=1e-2, eps=1e-3))]
 
 
 def _beside_ddp(

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad
 
 import embrace_fx
 from embrace_fx.planning import findings
+from tests.support.beside import take_steps
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.sides import DTYPE, Matching, draw_batch
 
@@ -22,10 +23,7 @@ def train(rank: int, steps: int = 3, **options: Any) -> tuple[embrace_fx.Compile
     plain = Matching().to(DTYPE)
     optimizer = Adagrad(plain.parameters(), lr=0.1, eps=1e-3)
     model = embrace_fx.compile(plain, optimizer=optimizer, **options)
-    for step in range(steps):
-        model(*draw_batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, [draw_batch(step, rank) for step in range(steps)])
     return model, model.full_state_dict()
 
 

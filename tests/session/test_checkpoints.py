@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
+from tests.support.beside import take_steps
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, Matching, draw_batch
@@ -34,10 +35,7 @@ class Run:
         )
 
     def train(self, rank: int, steps: range) -> None:
-        for step in steps:
-            self.model(*draw_batch(step, rank)).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        take_steps(self.model, self.optimizer, [draw_batch(step, rank) for step in steps])
 
 
 def parameters(run: Run) -> dict[str, Tensor]:

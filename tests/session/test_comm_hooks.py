@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import embrace_fx
+from tests.support.beside import take_steps
 from tests.support.cases import long_but
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.sides import Matching, draw_batch
@@ -51,10 +52,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, ...]:
 
 def train(model: Any, rank: int) -> dict[str, Tensor]:
     optimizer = model.optimizer if isinstance(model, embrace_fx.CompiledModel) else SGD(model.parameters(), lr=0.5)
-    for step in range(6):
-        model(*batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, [batch(step, rank) for step in range(6)])
     return {name.removeprefix("module."): value.clone() for name, value in embrace_fx.full_state_dict(model).items()}
 
 

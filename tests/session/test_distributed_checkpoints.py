@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -18,8 +18,10 @@ from torch.optim import SGD, Adam
 
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
+from tests.support.beside import take_steps
 from tests.support.failing import draw_batch, make_model
 from tests.support.ranks import run_ranks
+from tests.support.tagger import Scorer
 from tests.support.training import whole_parameters, whole_state
 
 
@@ -37,10 +39,8 @@ class Run:
         self.model: Any = embrace_fx.compile(self.plain, optimizer=self.optimizer, strategy=strategy)
 
     def train(self, rank: int, ranks: int, steps: range) -> None:
-        for batch in self.model.lookahead([batch_of(step, rank, ranks) for step in steps]):
-            self.model(*batch).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        batches = self.model.lookahead([batch_of(step, rank, ranks) for step in steps])
+        take_steps(self.model, self.optimizer, batches)
 
     def stored(self) -> dict[str, Any]:
         weights, state = get_state_dict(self.plain, self.optimizer)
@@ -137,28 +137,18 @@ class Peak:
         return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
-class Large(nn.Module):
-    """A model that consists almost entirely of one table."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.table = nn.Embedding(ROWS, WIDTH)
-        self.linear = nn.Linear(WIDTH, 1)
-
-    def forward(self, ids_B: Tensor) -> Tensor:
-        return self.linear(self.table(ids_B)).square().mean()
+def large(seed: int) -> Scorer:
+    """Returns a model that consists almost entirely of one table."""
+    torch.manual_seed(seed)
+    return Scorer(ROWS, WIDTH)
 
 
 def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]:
     """Returns how much memory an export takes, and how much an import takes."""
-    plain = Large(seed=1 + rank)
+    plain = large(seed=1 + rank)
     optimizer: Any = SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"table.weight": "alltoall"})
-    for step in range(2):
-        model(torch.arange(5) + 7 * step + rank).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"words.weight": "alltoall"})
+    take_steps(model, optimizer, [(torch.arange(5) + 7 * step + rank,) for step in range(2)])
     model.synchronize()
     gc.collect()
     with Peak() as exporting:
@@ -186,7 +176,7 @@ def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]
 
 @pytest.mark.long
 def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_whole(tmp_path: Path) -> None:
-    torch.save(Large(seed=9).state_dict(), tmp_path / "plain.pt")
+    torch.save(large(seed=9).state_dict(), tmp_path / "plain.pt")
     for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path):
         assert exporting_bytes < 0.3 * WHOLE_BYTES
         assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # each rank loads half of the table and of its momentum

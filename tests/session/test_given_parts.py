@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,20 +15,12 @@ import embrace_fx
 from tests.support.beside import check, ids, run
 from tests.support.ranks import run_ranks
 from tests.support.scenario import compiled_once
+from tests.support.tagger import Scorer
 
 ROWS, WIDTH = 40, 6
+_tagger = partial(Scorer, ROWS, WIDTH, scores=3)
 Given = Callable[[Tensor, Any], Tensor]
 """(a whole tensor of the table's shape, the plain model) -> what is compared."""
-
-
-class _Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(ROWS, WIDTH)
-        self.out = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return torch.tanh(self.out(self.words(ids))).square().mean()
 
 
 def _soft(target: Tensor, model: Any) -> Tensor:
@@ -147,7 +140,7 @@ def _loop(given: Given) -> Callable[[Any, int], list[Tensor]]:
     return loop
 
 
-CASES = {name: (_Tagger, _loop(given)) for name, given in ANSWERED.items()}
+CASES = {name: (_tagger, _loop(given)) for name, given in ANSWERED.items()}
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -159,7 +152,7 @@ def _refused(rank: int, world_size: int, cases: dict[str, Given]) -> dict[str, s
     sharded, told = compiled_once(strategy="alltoall"), {}
     for name, given in cases.items():
         with pytest.raises((RuntimeError, TypeError)) as caught:
-            run(sharded, (_Tagger, _loop(given)), rank)
+            run(sharded, (_tagger, _loop(given)), rank)
         told[name] = str(caught.value)
     return told
 
@@ -179,7 +172,7 @@ def test_a_tensor_is_not_given_the_storage_of_what_has_no_memory() -> None:
 
 
 def _raw(rank: int, world_size: int) -> str:
-    model = embrace_fx.compile(_Tagger(), strategy="alltoall")
+    model = embrace_fx.compile(_tagger(), strategy="alltoall")
     model(torch.arange(6).view(2, 3))
     with pytest.raises(RuntimeError) as caught:
         to_dlpack(model.get_parameter("words.weight").data)

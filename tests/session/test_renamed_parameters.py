@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -21,24 +20,16 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import embrace_fx
 from tests.support.beside import check, ids, train
 from tests.support.ranks import run_ranks
+from tests.support.tagger import Scorer
 
 ROWS, WIDTH = 40, 6
+_tagger = partial(Scorer, ROWS, WIDTH, scores=3)
 ADAMW = partial(torch.optim.AdamW, lr=0.1, eps=1e-3)
 
 
 class _Halved(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 0.5
-
-
-class _Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(ROWS, WIDTH)
-        self.out = nn.Linear(WIDTH, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.cross_entropy(self.out(self.words(ids).mean(1)), ids[:, 0] % 3)
 
 
 def _every_second(model: Any, name: str) -> None:
@@ -70,7 +61,7 @@ def _compiled_again(change: Callable[[Any], Any]) -> Callable[[Any, int], list[T
     return loop
 
 
-AGAIN = {name: (_Tagger, _compiled_again(change)) for name, change in CHANGES.items()}
+AGAIN = {name: (_tagger, _compiled_again(change)) for name, change in CHANGES.items()}
 
 
 @pytest.mark.long
@@ -149,7 +140,7 @@ def _amid(change: Callable[[Any], Any]) -> Callable[[Any, int], list[Tensor]]:
     return loop
 
 
-AMID = {name: (_Tagger, _amid(change)) for name, change in PRUNED.items()}
+AMID = {name: (_tagger, _amid(change)) for name, change in PRUNED.items()}
 
 
 BY_DEFAULT = ("smallest elements", "rows by their norms", "_put_squares", "_add_twice")
@@ -163,7 +154,7 @@ def test_a_table_pruned_amid_training_is_as_under_ddp(names: tuple[str, ...], ra
 
 def _changed(rank: int, world_size: int, closes: bool) -> int:
     for change in CHANGES.values():
-        model = embrace_fx.compile(_Tagger(), strategy="alltoall")
+        model = embrace_fx.compile(_tagger(), strategy="alltoall")
         _steps(model, rank, 0)
         change(model.module)
         if closes:
@@ -194,7 +185,7 @@ print(model(torch.arange(8).view(4, 2)).mean().item())
 def _files(rank: int, world_size: int, folder: str) -> tuple[float, str]:
     torch.manual_seed(0)
     model = embrace_fx.compile(nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Flatten(), nn.Linear(2 * WIDTH, 1)))
-    sharded = embrace_fx.compile(_Tagger(), strategy="alltoall")
+    sharded = embrace_fx.compile(_tagger(), strategy="alltoall")
     model(torch.arange(8).view(4, 2)).mean().backward()
     sharded(torch.arange(8).view(4, 2)).backward()
     with model.whole(), torch.no_grad():

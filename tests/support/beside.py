@@ -22,8 +22,13 @@ Case = tuple[Callable[[], nn.Module], Callable[[Any, int], Any]]
 
 
 def train(model: Any, batches: Iterable[Any], make: Callable[[Any], Optimizer]) -> list[Tensor]:
+    """Takes a step with each batch, with an optimizer that is made first. Returns the losses."""
+    return take_steps(model, make(model.parameters()), batches)
+
+
+def take_steps(model: Any, optimizer: Any, batches: Iterable[Any]) -> list[Tensor]:
     """Takes a step with each batch. Returns the losses."""
-    optimizer, losses = make(model.parameters()), []
+    losses = []
     for batch in batches:
         loss = model(*batch)
         loss.backward()

@@ -41,33 +41,35 @@ _ENCODER_DECODER: Mapping[str, Any] = {
 }
 
 
-def make_gpt2(num_words: int = NUM_WORDS, *, tied: bool = True) -> transformers.GPT2LMHeadModel:
+def make_gpt2(
+    num_words: int = NUM_WORDS, *, tied: bool = True, width: int = 32, dropout: float = 0.0
+) -> transformers.GPT2LMHeadModel:
     config = transformers.GPT2Config(
         vocab_size=num_words,
         tie_word_embeddings=tied,
-        n_embd=32,
+        n_embd=width,
         n_layer=2,
         n_head=2,
         n_positions=64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         bos_token_id=START,
         eos_token_id=2,
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def make_t5() -> nn.Module:
+def make_t5(num_words: int = NUM_WORDS, *, width: int = 32, dropout: float = 0.0) -> nn.Module:
     general: dict[str, Any] = {"decoder_start_token_id": PAD}
     config = transformers.T5Config(
-        vocab_size=NUM_WORDS,
-        d_model=32,
-        d_kv=16,
-        d_ff=64,
+        vocab_size=num_words,
+        d_model=width,
+        d_kv=width // 2,
+        d_ff=2 * width,
         num_layers=2,
         num_heads=2,
-        dropout_rate=0.0,
+        dropout_rate=dropout,
         pad_token_id=PAD,
         **general,
     )

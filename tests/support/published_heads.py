@@ -16,6 +16,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.support.hugging_face import make_gpt2, make_t5
+from tests.support.question_answering import draw_zeros
+
 NUM_WORDS = 67
 IGNORED = -100
 _WIDTH, _LAYERS = 16, 2
@@ -40,20 +43,8 @@ _LLAMA: Mapping[str, Any] = {
 }
 
 
-def _gpt2(dropout: float) -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=NUM_WORDS,
-        n_embd=_WIDTH,
-        n_layer=_LAYERS,
-        n_head=2,
-        n_positions=32,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return transformers.GPT2LMHeadModel(config)
+def _sized(make: Callable[..., nn.Module]) -> Callable[[float], nn.Module]:
+    return lambda dropout: make(NUM_WORDS, width=_WIDTH, dropout=dropout)
 
 
 def _bert(dropout: float) -> nn.Module:
@@ -64,22 +55,6 @@ def _bert(dropout: float) -> nn.Module:
 def _xlm_roberta(dropout: float) -> nn.Module:
     options = _BERT | dict.fromkeys(_DROPOUTS, dropout)
     return transformers.XLMRobertaForMaskedLM(transformers.XLMRobertaConfig(**options))
-
-
-def _t5(dropout: float) -> nn.Module:
-    general: dict[str, Any] = {"decoder_start_token_id": 0}
-    config = transformers.T5Config(
-        vocab_size=NUM_WORDS,
-        d_model=_WIDTH,
-        d_kv=8,
-        d_ff=24,
-        num_layers=_LAYERS,
-        num_heads=2,
-        dropout_rate=dropout,
-        pad_token_id=0,
-        **general,
-    )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 def _llama(dropout: float, *, tied: bool) -> nn.Module:
@@ -142,9 +117,7 @@ class PublishedHead:
         """
         torch.manual_seed(seed)
         model: Any = self.build(dropout).train().to(dtype)
-        for parameter in model.parameters():
-            if not parameter.any():  # zero biases whose gradient is only rounding would become noise
-                nn.init.normal_(parameter, std=0.1)
+        draw_zeros(model)
         if self.scores == "next" and not own_loss:
             model.loss_function = _next_word_loss
         return model
@@ -163,9 +136,9 @@ class PublishedHead:
 
 _IGNORED_RATE = {"next": 0.3, "masked": 0.7, "translation": 0.2}
 HEADS: Mapping[str, PublishedHead] = {
-    "gpt2": PublishedHead(_gpt2, "transformer.wte.weight", "next"),
+    "gpt2": PublishedHead(_sized(make_gpt2), "transformer.wte.weight", "next"),
     "bert": PublishedHead(_bert, "bert.embeddings.word_embeddings.weight", "masked"),
-    "t5": PublishedHead(_t5, "shared.weight", "translation"),
+    "t5": PublishedHead(_sized(make_t5), "shared.weight", "translation"),
     "llama": PublishedHead(partial(_llama, tied=True), "model.embed_tokens.weight", "next"),
     "llama, untied": PublishedHead(partial(_llama, tied=False), "lm_head.weight", "next"),
     "gemma2": PublishedHead(_gemma2, "model.embed_tokens.weight", "next"),

@@ -30,6 +30,13 @@ def make_bert(num_words: int, hidden: int, intermediate: int, layers: int, max_l
     return transformers.BertForQuestionAnswering(config)
 
 
+def draw_zeros(model: nn.Module) -> None:
+    """Draws parameters that are zero: biases whose gradient is only rounding would become noise."""
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+
+
 class QuestionAnswering(nn.Module):
     """A small one; a batch goes in, a loss comes out."""
 
@@ -53,9 +60,7 @@ class QuestionAnsweringWorkload:
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         model = QuestionAnswering(self.num_words).to(dtype)
-        for parameter in model.parameters():
-            if not parameter.any():  # zero biases whose gradient is only rounding would become noise
-                nn.init.normal_(parameter, std=0.1)
+        draw_zeros(model)
         return model
 
     def batches(self, step: int, rank: int, seed: int) -> Batch:

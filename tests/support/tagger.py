@@ -1,4 +1,4 @@
-"""A model of one table, and its batches."""
+"""Models of one table, and batches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ class Tagger(nn.Module):
 
     def forward(self, ids_BL: Tensor, tags_B: Tensor) -> Tensor:
         return F.cross_entropy(self.out(torch.tanh(self.emb(ids_BL).mean(1))), tags_B)
+
+
+class Scorer(nn.Module):
+    """A table and a layer, `words` and `out`: a mean of squared scores."""
+
+    def __init__(self, rows: int = ROWS, width: int = WIDTH, scores: int = 1) -> None:
+        super().__init__()
+        self.words = nn.Embedding(rows, width)
+        self.out = nn.Linear(width, scores)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.words(ids)).square().mean()
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ import embrace_fx
 from tests.support.beside import check, ids, run
 from tests.support.ranks import run_ranks
 from tests.support.scenarios.losses import Branches
+from tests.support.tagger import Scorer
 
 ROWS, WIDTH = 24, 6
 Make = Callable[[Any], Optimizer]
@@ -32,17 +33,8 @@ def ahead(model: Any, batches: list[Any]) -> Any:
     return model.lookahead(batches) if isinstance(model, embrace_fx.CompiledModel) else batches
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.out = nn.Embedding(30, WIDTH), nn.Linear(WIDTH, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.out(self.words(ids).mean(1)).square().mean()
-
-
 def words() -> nn.Module:
-    return Words().double()
+    return Scorer(30).double()
 
 
 Write = Callable[[Any, Any], Any]

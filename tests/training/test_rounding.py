@@ -18,6 +18,7 @@ from embrace_fx.passes.pipeline import training_passes
 from embrace_fx.passes.round_gradients import RoundRowGradients
 from embrace_fx.vocabulary.plan import Grid, Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
+from tests.support.beside import take_steps
 from tests.support.ranks import RankError, reset_torch_state, run_ranks
 
 STEPS = 24
@@ -60,13 +61,8 @@ def train(rank: int, _: int, options: dict[str, Any]) -> Trained:
     torch.manual_seed(0)
     model = embrace_fx.compile(Words(), row_updates="lazy", cluster=embrace_fx.Cluster(1e4, 0.02), **options)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    batches, losses = batches_of(rank), []
-    for batch in model.lookahead(batches):
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    batches = batches_of(rank)
+    losses = [loss.item() for loss in take_steps(model, optimizer, model.lookahead(batches))]
     figures, report = model.metrics(), str(model.report())
     with torch.no_grad():
         evaluated = model.eval()(*batches[0]).item()

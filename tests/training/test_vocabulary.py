@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 import embrace_fx
 from embrace_fx.vocabulary.schedule import ScheduleName
+from tests.support.beside import take_steps
 from tests.support.cases import long_but
 from tests.support.heads import HeadModel, HeadWorkload, Predicts, PredictsBoth, Smooths, Weighs
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
@@ -144,27 +143,20 @@ def test_losses_outside_of_the_model_in_chunks(case: str) -> None:
         assert_same(found, expected, DTYPE)
 
 
-def _steps(model: Any, optimizer: Any, batches: Iterable[Any]) -> None:
-    for batch in batches:
-        model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def _evaluates(rank: int, world_size: int) -> dict[str, Tensor]:
     workload = replace(CASES["tied, bias, none"], reduction="sum")
     model = workload.make(DTYPE, seed=rank)
     (optimizer,) = make_optimizers("adamw", model)
     compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
     batches = [workload.batches(step, rank, 0) for step in range(STEPS)]
-    _steps(compiled, optimizer, batches[:3])
+    take_steps(compiled, optimizer, batches[:3])
     compiled.eval()
     with torch.no_grad():
         found = compiled(*batches[3])
     with compiled.whole() as plain, torch.no_grad():
         torch.testing.assert_close(found, plain(*batches[3]), rtol=1e-9, atol=1e-9)
     compiled.train()
-    _steps(compiled, optimizer, batches[3:])
+    take_steps(compiled, optimizer, batches[3:])
     return whole_parameters(compiled)
 
 
@@ -183,7 +175,7 @@ def _saves(rank: int, world_size: int, folder: str, first: int, last: int) -> di
     compiled = embrace_fx.compile(model, optimizer=optimizer, strategy={workload.table: "vocabulary"})
     if first:
         compiled.load_checkpoint(folder)
-    _steps(compiled, optimizer, [workload.batches(step, 0, 0) for step in range(first, last)])
+    take_steps(compiled, optimizer, [workload.batches(step, 0, 0) for step in range(first, last)])
     compiled.save_checkpoint(folder)
     return whole_parameters(compiled)
 
@@ -227,7 +219,7 @@ def _holds(rank: int, world_size: int) -> list[tuple[int, ...]]:
     model = workload.make(DTYPE, seed=0)
     (optimizer,) = make_optimizers("adamw", model)
     compiled = embrace_fx.compile(model, strategy={workload.table: "vocabulary"})
-    _steps(compiled, optimizer, [workload.batches(0, rank, 0)])
+    take_steps(compiled, optimizer, [workload.batches(0, rank, 0)])
     table = compiled.get_parameter(workload.table)
     held = [table, table.grad, *optimizer.state[table].values()]
     return [tuple(own(each).shape) for each in held if each is not None and each.dim()]

@@ -22,6 +22,7 @@ from embrace_fx.passes.planner.step_cost import StepTime, cheapest_schedule, exp
 from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
+from tests.support.beside import take_steps
 from tests.support.inside import captured_graph_of
 from tests.support.planned import FACTS, OTHER, TABLE, graph_of
 from tests.support.ranks import run_ranks
@@ -192,10 +193,7 @@ def decided(rank: int, world_size: int) -> tuple[str, str]:
         torch.manual_seed(0)
         model = Deep()
         compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-        for _ in range(2):
-            compiled(batch(rank)).backward()
-            compiled.optimizer.step()
-            compiled.optimizer.zero_grad()
+        take_steps(compiled, compiled.optimizer, [(batch(rank),)] * 2)
     return compiled.plan.schedule_name, compiled.schedule.name
 
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import embrace_fx
 from embrace_fx.runtime.lower.regions import Region
+from tests.support.beside import take_steps
 from tests.support.inside import captures_of
 from tests.support.models import MODELS, Workload
 from tests.support.ranks import reset_torch_state, run_ranks
@@ -83,10 +84,7 @@ def _train(rank: int, world_size: int, workload: Workload, backend: Backend, cac
     batches = compiled.lookahead([workload.batches(step, rank, SEED) for step in range(STEPS)])
 
     def train_some(steps: int) -> None:
-        for batch in islice(batches, steps):
-            compiled(*batch).backward()
-            compiled.optimizer[0].step()
-            compiled.optimizer[0].zero_grad()
+        take_steps(compiled, compiled.optimizer[0], islice(batches, steps))
 
     launched: tuple[str, ...] = ()
     with inductor(cache) as compilations:

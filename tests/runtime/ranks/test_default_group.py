@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import embrace_fx
+from tests.support.beside import ids, train
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
-
-
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(50, 8)
-        self.out = nn.Linear(8, 3)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        return self.out(self.words(ids_BT)).square().mean()
+from tests.support.tagger import Scorer
 
 
 def _train(model: nn.Module, rank: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    losses = []
-    for step in range(3):
-        ids_BT = torch.randint(50, (2, 4), generator=torch.Generator().manual_seed(10 * step + rank))
-        loss = model(ids_BT)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batches = [(ids(step, rank, 2, 4),) for step in range(3)]
+    return [loss.item() for loss in train(model, batches, partial(torch.optim.SGD, lr=0.1))]
 
 
 @contextlib.contextmanager
@@ -52,9 +37,9 @@ def _before_init_process_group() -> Iterator[None]:
 def _compiled_before_the_group(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     torch.manual_seed(rank)  # ranks differ; `compile` broadcasts rank 0's parameters
     with _before_init_process_group():
-        model = embrace_fx.compile(Tagger(), strategy="alltoall")
+        model = embrace_fx.compile(Scorer(50, 8, scores=3), strategy="alltoall")
     torch.manual_seed(rank)
-    reference = DistributedDataParallel(Tagger())
+    reference = DistributedDataParallel(Scorer(50, 8, scores=3))
     return _train(model, rank), _train(reference, rank)
 
 
@@ -83,7 +68,7 @@ def test_a_model_compiled_before_the_group_shares_its_buffers() -> None:
 
 
 def _differs(rank: int, world_size: int) -> None:
-    model = Tagger()
+    model = Scorer(50, 8, scores=3)
     model.out = nn.Linear(8, 3 + rank)
     with _before_init_process_group():
         compiled = embrace_fx.compile(model)
@@ -96,7 +81,7 @@ def test_models_compiled_before_the_group_are_compared_at_the_first_call() -> No
 
 
 def _gone(rank: int, world_size: int) -> None:
-    compiled = embrace_fx.compile(Tagger())
+    compiled = embrace_fx.compile(Scorer(50, 8, scores=3))
     with _before_init_process_group(), pytest.raises(RuntimeError, match="has been destroyed or replaced"):
         compiled(torch.tensor([[1]]))
 
@@ -107,7 +92,7 @@ def test_a_group_that_is_replaced_after_compile_is_refused() -> None:
 
 def test_a_launcher_without_a_group_is_refused_at_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    compiled = embrace_fx.compile(Tagger())
+    compiled = embrace_fx.compile(Scorer(50, 8, scores=3))
     with pytest.raises(RuntimeError, match="WORLD_SIZE is 2, so each rank would train alone") as raised:
         compiled(torch.tensor([[1]]))
     assert "\n" not in str(raised.value)
@@ -115,12 +100,12 @@ def test_a_launcher_without_a_group_is_refused_at_the_first_call(monkeypatch: py
 
 def test_a_launcher_of_one_rank_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert embrace_fx.compile(Tagger())(torch.tensor([[1]])).requires_grad
+    assert embrace_fx.compile(Scorer(50, 8, scores=3))(torch.tensor([[1]])).requires_grad
 
 
 def _initialised_late(rank: int, world_size: int) -> None:
     with _before_init_process_group():
-        compiled = embrace_fx.compile(Tagger())
+        compiled = embrace_fx.compile(Scorer(50, 8, scores=3))
         compiled(torch.tensor([[1]]))
     compiled(torch.tensor([[1]]))
 

@@ -20,6 +20,7 @@ from embrace_fx.runtime.tables.history import DeferredAdam
 from embrace_fx.runtime.tiers.checkpoint import REST
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS
 from embrace_fx.runtime.tiers.slot_history import ClosedHistory, align_parts
+from tests.support.beside import take_steps
 from tests.support.ranks import fresh_ranks, run_ranks
 from tests.support.tiers import OPTIMIZERS, OneTable, Run, batches, train
 
@@ -51,13 +52,7 @@ def asked_for_whole(rank: int, world_size: int, folder: str) -> None:
     compiled.save_checkpoint(folder)
 
     def trained() -> list[float]:
-        losses = []
-        for batch in batches(rank, 3):
-            losses.append(compiled(*batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [loss.item() for loss in losses]
+        return [loss.item() for loss in take_steps(compiled, optimizer, batches(rank, 3))]
 
     fresh, expected = optimizer.state_dict(), trained()
     for ask in (

@@ -32,53 +32,45 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 @loop(refused="a second time for the results")
 def two_backwards_of_one_loss(training: Training) -> None:
     predicting = Predicting(training, Words())
-    for step in range(3):
+    for step in predicting.steps(3):
         logits, labels = predicting.logits(step)
         loss = _loss(logits, labels)
         loss.backward(retain_graph=True)
         if step:
             (0.5 * loss).backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop()
 def losses_of_two_calls(training: Training) -> None:
     """Learns preferences from chosen and rejected answers, one call for each."""
     predicting = Predicting(training, Words())
-    for step in range(3):
+    for step in predicting.steps(3):
         (better, labels), (worse, of) = predicting.logits(step), predicting.logits(step + 10)
         loss = F.softplus(_loss(better, labels) - _loss(worse, of)) + 0.1 * better.square().mean()
         training.note(loss)
         loss.backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop()
 def accumulated_reads(training: Training) -> None:
     predicting = Predicting(training, Words(bias=False))
-    for step in range(3):
+    for step in predicting.steps(3):
         with predicting.model.no_sync():
             for k in (10, 20):
                 logits, labels = predicting.logits(step + k)
                 (_loss(logits, labels) + 0.1 * logits.square().mean()).backward()
         logits, labels = predicting.logits(step)
         (_loss(logits, labels) + 0.1 * logits.square().mean()).backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop()
 def accumulated_losses(training: Training) -> None:
     predicting = Predicting(training, Words())
-    for step in range(3):
+    for step in predicting.steps(3):
         with predicting.model.no_sync():
             _loss(*predicting.logits(step + 10)).backward()
         _loss(*predicting.logits(step + 20)).backward()
         _loss(*predicting.logits(step)).backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop(refused="logits must be read before optimizer.step()")
@@ -99,14 +91,12 @@ def logits_of_the_last_step(training: Training) -> None:
 def logits_of_the_last_step_that_were_copied(training: Training) -> None:
     predicting = Predicting(training, Words())
     before = torch.zeros(())
-    for step in range(3):
+    for step in predicting.steps(3):
         logits, labels = predicting.logits(step)
         loss = _loss(logits, labels) + (before - logits.mean()).square()
         before = logits.detach().mean()
         training.note(loss)
         loss.backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop(refused="logits must be read before optimizer.step()")
@@ -152,11 +142,9 @@ def evaluated_with_labels(training: Training) -> None:
 @loop()
 def calls_with_and_without_labels(training: Training) -> None:
     predicting = Predicting(training, WithLoss())
-    for step in range(4):
+    for step in predicting.steps(4):
         loss = predicting.loss(step) if step % 2 else _loss(*predicting.logits(step))
         loss.backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop()
@@ -165,12 +153,10 @@ def a_frozen_body_and_a_loss_of_the_loop(training: Training) -> None:
     module.requires_grad_(False)
     module.head.requires_grad_(True)
     predicting = Predicting(training, module, table="head.weight")
-    for step in range(3):
+    for step in predicting.steps(3):
         loss = _loss(*predicting.logits(step))
         training.note(loss)
         loss.backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop(reference=partial(DistributedDataParallel, find_unused_parameters=True))
@@ -234,15 +220,13 @@ def output_layers_of_some_steps(training: Training) -> None:
 @loop()
 def an_empty_batch(training: Training) -> None:
     predicting = Predicting(training, Words())
-    for step in range(3):
+    for step in predicting.steps(3):
         words, labels = draw(training, step)
         kept = 0 if step == 1 and training.rank == 1 else 2
         logits = predicting.model(words[:kept])
         loss = F.cross_entropy(logits.reshape(-1, NUM_WORDS), labels[:kept].reshape(-1), reduction="sum") / 5
         training.note(loss)
         loss.backward()
-        predicting.step()
-    predicting.check()
 
 
 @loop()

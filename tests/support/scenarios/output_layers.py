@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,13 @@ class Predicting:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def steps(self, count: int) -> Iterator[int]:
+        """Yields the numbers of steps. After each, takes the optimizer's step; at the end, asserts as `check` does."""
+        for step in range(count):
+            yield step
+            self.step()
+        self.check()
+
     def check(self) -> None:
         """Asserts that the table is sharded, or whole."""
         if self.training.is_compiled:
@@ -68,10 +75,8 @@ def of_a_model(*, whole: bool = False, **needs: Any) -> Callable[[type[Words]], 
     def enter(kind: type[Words]) -> type[Words]:
         def run(training: Training) -> None:
             predicting = Predicting(training, kind(), whole=whole)
-            for step in range(3):
+            for step in predicting.steps(3):
                 predicting.loss(step).backward()
-                predicting.step()
-            predicting.check()
 
         run.__name__ = kind.__name__
         scenario(**{"optimizer": None, "fresh": True} | needs)(run)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import embrace_fx
 from tests.support.scenario import Training
 from tests.support.scenarios.modes import in_a_child
-from tests.support.scenarios.schemes import NUM_IDS, Words, adam, ids_of, scheme, step_of, train, wrapped
+from tests.support.scenarios.schemes import NUM_IDS, Words, adam, ids_of, scheme, step_of, stepped, train, wrapped
 
 
 class _Mined(Dataset[tuple[Tensor, Tensor]]):
@@ -80,20 +80,15 @@ def scores_by_a_pool_of_processes(training: Training) -> None:
 @scheme
 def an_evaluation_of_a_whole_copy_in_a_child(training: Training) -> None:
     """Every rank asks for all weights; a child of each loads them into a plain model."""
-    _, model = wrapped(training)
-    optimizer, alone = adam(training, model), Words()
-    for k in range(3):
-        train(training, model, optimizer, range(k, k + 1))
+    alone = Words()
+    for _, _, model in stepped(training, 3):
         alone.load_state_dict({n.removeprefix("module."): v for n, v in embrace_fx.full_state_dict(model).items()})
         training.note(in_a_child(lambda: alone(ids_of(0, 9)).sum().item()))
 
 
 @scheme
 def a_sum_in_a_child_that_is_forked_by_hand(training: Training) -> None:
-    plain, model = wrapped(training)
-    optimizer = adam(training, model)
-    for k in range(3):
-        train(training, model, optimizer, range(k, k + 1))
+    for _, plain, _ in stepped(training, 3):
         reads, writes = os.pipe()
         if not (child := os.fork()):
             os.write(writes, str(plain.hidden.weight.sum().item()).encode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,16 @@ def wrapped(training: Training) -> tuple[Any, Any]:
     """Returns a plain model, and the same model wrapped."""
     plain = Words()
     return plain, training.wrap(plain)
+
+
+def stepped(training: Training, steps: int, plain: Any = None, **options: Any) -> Iterator[tuple[int, Any, Any]]:
+    """Trains a model, `Words` if none is given; yields (step, the plain model, the wrapped model) after each step."""
+    plain = plain or Words()
+    model = training.wrap(plain, **options)
+    optimizer = adam(training, model)
+    for k in range(steps):
+        train(training, model, optimizer, range(k, k + 1))
+        yield k, plain, model
 
 
 def loss_of(model: Any, training: Training, step: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import embrace_fx
 from tests.support.scenario import Training
-from tests.support.scenarios.schemes import DIM, NUM_IDS, adam, ids_of, scheme, train
+from tests.support.scenarios.schemes import DIM, NUM_IDS, ids_of, scheme, stepped
 
 
 class Served(nn.Module):
@@ -127,11 +127,7 @@ WAYS: dict[str, Serve] = {
 
 def _enter(name: str, serve: Serve) -> None:
     def run(training: Training) -> None:
-        plain: Any = Served()
-        model = training.wrap(plain)
-        optimizer = adam(training, model)
-        for k in range(4):
-            train(training, model, optimizer, range(k, k + 1))
+        for k, plain, model in stepped(training, 4, Served()):
             if k % 2:
                 with model.whole() if training.is_compiled else contextlib.nullcontext(plain) as whole, torch.no_grad():
                     whole.eval()
@@ -149,11 +145,8 @@ for _name, _serve in WAYS.items():
 @scheme
 def a_model_served_by_a_plain_copy(training: Training) -> None:
     """Outside of `whole()`: rank 0 serves what all ranks have put together."""
-    plain: Any = Served()
-    model = training.wrap(plain)
-    optimizer, alone = adam(training, model), Served().eval()
-    for k in range(4):
-        train(training, model, optimizer, range(k, k + 1))
+    alone = Served().eval()
+    for _, _, model in stepped(training, 4, Served()):
         state = {n.removeprefix("module."): value for n, value in embrace_fx.full_state_dict(model).items()}
         if training.rank == 0:
             alone.load_state_dict(state)

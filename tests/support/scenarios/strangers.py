@@ -14,7 +14,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop, SparseAdam
 from torch.utils.dlpack import from_dlpack
 
 from tests.support.scenario import Training
-from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, loss_of, scheme, step_of, train, wrapped
+from tests.support.scenarios.schemes import (
+    DIM,
+    NUM_IDS,
+    Words,
+    adam,
+    ids_of,
+    loss_of,
+    scheme,
+    step_of,
+    stepped,
+    wrapped,
+)
 
 
 class _Critic(nn.Module):
@@ -203,14 +214,14 @@ def a_bad_batch_on_one_rank(training: Training) -> None:
         step_of(training, optimizer, model(ids).square().mean())
 
 
+def _whole_tables(training: Training) -> dict[str, Any]:
+    return {"strategy": "allreduce"} if training.is_compiled else {}
+
+
 @scheme
 def evaluations_of_unequal_length(training: Training) -> None:
     """With whole tables each rank evaluates as many batches as it has."""
-    plain = Words()
-    model = training.wrap(plain, **({"strategy": "allreduce"} if training.is_compiled else {}))
-    optimizer = adam(training, model)
-    for k in range(4):
-        train(training, model, optimizer, range(k, k + 1))
+    for _, plain, model in stepped(training, 4, **_whole_tables(training)):
         model.eval()
         with torch.no_grad():
             found = [model(ids_of(training.rank, 50 + n)).sum() for n in range(1 + training.rank)]
@@ -267,11 +278,7 @@ def _by_rank_0(name: str, evaluate: Callable[[Any, Any, range], Any]) -> None:
     """With whole tables, rank 0 evaluates alone while the others wait in a collective."""
 
     def run(training: Training) -> None:
-        plain = Words()
-        model = training.wrap(plain, **({"strategy": "allreduce"} if training.is_compiled else {}))
-        optimizer = adam(training, model)
-        for k in range(4):
-            train(training, model, optimizer, range(k, k + 1))
+        for k, plain, model in stepped(training, 4, **_whole_tables(training)):
             told: list[Any] = [None]
             if training.rank == 0:
                 model.eval()
@@ -295,10 +302,7 @@ for _name, _evaluate in EVALUATED.items():
 
 @scheme
 def weights_logged_as_a_histogram(training: Training) -> None:
-    plain, model = wrapped(training)
-    optimizer = adam(training, model)
-    for k in range(3):
-        train(training, model, optimizer, range(k, k + 1))
+    for _, plain, _ in stepped(training, 3):
         for name, each in plain.named_parameters():
             values = each.detach().cpu().flatten()
             training.note(name, torch.histogram(values, 6, range=(-3.0, 3.0)).hist, values.sort().values[::7])
@@ -309,10 +313,7 @@ def weights_logged_as_a_histogram(training: Training) -> None:
 
 @scheme
 def an_early_end_by_a_norm_that_all_ranks_ask_for(training: Training) -> None:
-    plain, model = wrapped(training)
-    optimizer = adam(training, model)
-    for k in range(6):
-        train(training, model, optimizer, range(k, k + 1))
+    for k, plain, _ in stepped(training, 6):
         norms = {name: each.detach().norm().item() for name, each in plain.named_parameters()}
         if norms["words.weight"] > 9.7 and k > 2:
             break
@@ -321,11 +322,8 @@ def an_early_end_by_a_norm_that_all_ranks_ask_for(training: Training) -> None:
 
 @scheme
 def scripted_and_traced_functions_of_weights(training: Training) -> None:
-    plain, model = wrapped(training)
-    optimizer = adam(training, model)
     traced = torch.jit.trace(lambda weight: weight.sum() * 2, torch.zeros(DIM, DIM))
-    for k in range(4):
-        train(training, model, optimizer, range(k, k + 1))
+    for _, plain, _ in stepped(training, 4):
         weight = plain.hidden.weight
         training.note(traced(weight), from_dlpack(weight.detach()).sum(), float(plain.out.bias.detach().numpy()[0]))
         training.note(sum(plain.out.bias.detach().untyped_storage()))

@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.optim import SGD
 
 from tests.support.scenario import Training
-from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, loss_of, scheme, train, wrapped
+from tests.support.scenarios.schemes import DIM, NUM_IDS, Words, adam, ids_of, loss_of, scheme, stepped, train, wrapped
 
 
 @scheme
@@ -70,10 +70,7 @@ def the_distance_from_where_training_began(training: Training) -> None:
     """The state from before the model was wrapped has whole tables."""
     plain = Words()
     start = copy.deepcopy(plain.state_dict())
-    model = training.wrap(plain)
-    optimizer = adam(training, model)
-    for k in range(3):
-        train(training, model, optimizer, range(k, k + 1))
+    for _ in stepped(training, 3, plain):
         for name, value in plain.state_dict().items():
             moved, turned = value - start[name], F.cosine_similarity(value.flatten(), start[name].flatten(), dim=0)
             training.note(moved.pow(2).sum().sqrt().item(), turned.item())
@@ -127,11 +124,8 @@ def a_distribution_of_weights(training: Training) -> None:
 @scheme
 def a_layer_given_the_tables_weight(training: Training) -> None:
     """Plain layers that take over rows, as classifiers of prototypes do."""
-    plain, model = wrapped(training)
-    optimizer = adam(training, model)
     scores, other = nn.Linear(DIM, NUM_IDS, bias=False), nn.Embedding(NUM_IDS, DIM)
-    for k in range(3):
-        train(training, model, optimizer, range(k, k + 1))
+    for k, plain, _ in stepped(training, 3):
         scores.weight = nn.Parameter(plain.words.weight.detach().clone() / 2)
         other.weight.data = plain.words.weight.data * 0.5 + other.weight.data
         training.note(scores(torch.ones(2, DIM)), other(ids_of(0, k)), scores.weight.norm(dim=1).max())
