@@ -2,7 +2,8 @@
 
 Contract
     Same nodes, same values, each node in exactly one phase:
-        unique    computes the ids from the batch, and the unique rows to read; can run a batch ahead
+        unique    computes the ids from the batch, and the unique rows to read; can run a batch ahead. If ids are drawn
+                  at random, all earlier draws are here too, so that draws keep their order
         ids       exchanges these ids between ranks; can run a batch ahead and in the background
         forward   all other nodes that results and mutations need; writes mutated state back at its end
         backward  the remaining nodes
@@ -38,7 +39,7 @@ from embrace_fx.vocabulary.graph import (
     TrainingGraph,
     ancestors,
 )
-from embrace_fx.vocabulary.ops import op_name
+from embrace_fx.vocabulary.ops import draws_before, op_name
 
 _LAUNCH = "embrace::all_gather_ids"
 _IDS = frozenset({"embrace::unique_ids", _LAUNCH, "embrace::unpack_ids"})
@@ -66,6 +67,7 @@ def phase_nodes(graph: TrainingGraph) -> dict[str, set[fx.Node]]:
     """Maps the name of each phase to the set of a joint graph's nodes that belong to it."""
     nodes = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     head = ancestors(node for node in nodes if _is_ids_op(node))
+    head |= ancestors(draws_before(head))
     wanted = [n for n, role in graph.outputs() if n is not None and isinstance(role, Result | Mutation)]
     wanted += [node for node in nodes if op_name(node) in _OF_FORWARD]
     forward = ancestors(wanted) - head

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.vocabulary.graph import TrainingGraph, ancestors
 from embrace_fx.vocabulary.operation_id import OperationId
+from embrace_fx.vocabulary.ops import draws_before
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _CAST = torch.ops.aten._to_copy.default
@@ -165,10 +166,10 @@ def first_after_placeholders(graph: fx.Graph) -> fx.Node:
 
 def move_to_head(nodes: Sequence[fx.Node]) -> fx.Node:
     """Moves `nodes`, and everything that they depend on, to right after the graph's placeholders. Returns the first
-    node after them.
+    node after them. If `nodes` depend on draws of random numbers, all earlier draws move, too.
     """
     head = first_after_placeholders(nodes[0].graph)
-    for needed in sorted(ancestors(nodes)):
+    for needed in sorted(ancestors([*nodes, *draws_before(ancestors(nodes))])):
         if needed is head:
             head = head.next
         else:

@@ -10,6 +10,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import fx
 from embrace_fx.vocabulary.graph import (
     SPARSE_LOOKUP,
     BatchInput,
+    InputRole,
     Parameter,
     TableSpec,
     TableUse,
@@ -28,7 +30,7 @@ from embrace_fx.vocabulary.graph import (
     source_of,
     written_by,
 )
-from embrace_fx.vocabulary.ops import argument, draws_random_numbers
+from embrace_fx.vocabulary.ops import argument, draws_before, draws_random_numbers
 
 aten = torch.ops.aten
 
@@ -143,9 +145,11 @@ def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]
     ids = argument(lookup, "indices")
     assert isinstance(ids, fx.Node)
     bag = lookup.target is not aten.embedding.default
-    cone = reached([ids], lambda node: () if _reads_only_shape(node) else node.all_input_nodes)
-    roles = {node.meta["role"] for node in cone if node.op == "placeholder"}
+    cone = _values_read([ids])
+    roles = _roles_in(cone)
     random = any(map(draws_random_numbers, cone))
+    from_batch = _all_known_ahead(roles, mutated)
+    late = from_batch and not _all_known_ahead(_roles_in(_values_read(draws_before(cone))), mutated)
     return TableUse(
         lookup=lookup.name,
         backward=tuple(backward.name for backward in share),
@@ -153,11 +157,33 @@ def _describe_use(lookup: fx.Node, share: list[fx.Node], mutated: frozenset[Any]
         padding_idx=argument(lookup, "padding_idx"),
         kind=_BAG_KINDS[argument(lookup, "mode")] if bag else "embedding",
         constant_ids=not random and not any(isinstance(role, BatchInput) for role in roles),
-        ids_from_batch=not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles),
+        ids_from_batch=from_batch and not late,
         scale_grad_by_freq=argument(lookup, "scale_grad_by_freq"),
         source=source_of(lookup),
         sparse=SPARSE_LOOKUP in (lookup.meta.get("custom") or {}),
+        drawn_late=late,
     )
+
+
+def _values_read(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns the given nodes and all nodes whose values, not only their shapes, they depend on."""
+    return reached(nodes, lambda node: () if _reads_only_shape(node) else node.all_input_nodes)
+
+
+def _roles_in(nodes: Iterable[fx.Node]) -> set[InputRole]:
+    """Returns the roles of the graph's inputs among `nodes`."""
+    return {node.meta["role"] for node in nodes if node.op == "placeholder"}
+
+
+def _all_known_ahead(roles: Iterable[InputRole], mutated: frozenset[Any]) -> bool:
+    """Returns whether the values of all inputs are known before the forward: none is a parameter, or is written by the
+    forward.
+
+    Args:
+        roles: the inputs' roles.
+        mutated: the roles of the inputs that the forward writes.
+    """
+    return not any(isinstance(role, Parameter | Tangent) or role in mutated for role in roles)
 
 
 def _is_backward_of(backward: fx.Node, lookup: fx.Node) -> bool:

@@ -202,10 +202,13 @@ class TableUse:
         padding_idx: the row that gets no gradient, or -1.
         kind: "embedding", "bag:sum", "bag:mean", "bag:max", or `FROM_GRADIENT`.
         constant_ids: whether the ids are the same for every batch, as for tables of positions or token types.
-        ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks.
+        ids_from_batch: whether the ids depend only on the batch and random draws, not on parameters or other ranks. If
+            they are drawn at random, all earlier draws must also depend on nothing else.
         scale_grad_by_freq: whether gradients are divided by the id's count in the batch.
         source: the user's source line, as `file:line in function`, for messages.
         sparse: whether the lookup requests a sparse gradient (`sparse=True`).
+        drawn_late: whether the ids are drawn after random numbers that depend on parameters or other ranks, such as the
+            dropout of looked-up rows.
     """
 
     lookup: str
@@ -218,6 +221,7 @@ class TableUse:
     scale_grad_by_freq: bool
     source: str
     sparse: bool = False
+    drawn_late: bool = False
 
 
 @dataclass(frozen=True)

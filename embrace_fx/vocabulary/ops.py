@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -103,6 +103,17 @@ def set_argument(node: fx.Node, name: str, value: Any) -> None:
 def draws_random_numbers(node: fx.Node) -> bool:
     """Returns whether a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def draws_before(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Returns all draws of random numbers up to the last one among `nodes`, and the items of their results. If `nodes`
+    run before the rest of their graph, these draws must, too: each draw takes the next numbers of the generator.
+    """
+    last = max(filter(draws_random_numbers, nodes), default=None)
+    if last is None:
+        return []
+    draws = [node for node in last.graph.nodes if node <= last and draws_random_numbers(node)]
+    return [*draws, *(user for node in draws for user in node.users if user.target is operator.getitem)]
 
 
 def device_of(node: fx.Node) -> torch.device:

@@ -452,8 +452,7 @@ class Pricing:
 
 def shard_blocker(table: TableSpec) -> str | None:
     """Returns the reason why a table cannot be sharded, or None if it can."""
-    kinds = {use.kind for use in table.uses}
-    paddings = {use.padding_idx for use in table.uses}
+    kinds, paddings = {use.kind for use in table.uses}, {use.padding_idx for use in table.uses}
     if FROM_GRADIENT in kinds:
         return "the forward runs eagerly"
     if table.use != "sparse":
@@ -466,9 +465,10 @@ def shard_blocker(table: TableSpec) -> str | None:
         return f"its lookups disagree on padding_idx ({', '.join(map(str, sorted(paddings)))})"
     if any(use.scale_grad_by_freq for use in table.uses):
         return "scale_grad_by_freq divides gradients by counts of ids, which are not sent with rows"
-    if not all(use.ids_from_batch for use in table.uses):
-        return "its ids depend on parameters or on other ranks, so they are not known before the forward"
-    return None
+    if any(use.drawn_late for use in table.uses):
+        return "its ids are drawn at random after other random numbers of the forward"
+    known = all(use.ids_from_batch for use in table.uses)
+    return None if known else "its ids depend on parameters or on other ranks, so they are not known before the forward"
 
 
 def head_sharding_blocker(graph: TrainingGraph, name: str, forward: set[fx.Node] | None = None) -> str | None:

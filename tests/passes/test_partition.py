@@ -59,6 +59,7 @@ CUT = (
     "ids are a result",
     "the batch is a result",
     "random ids",
+    "random ids after a draw",
     "dropout",
     "a mean bag",
     "two weighted bags",

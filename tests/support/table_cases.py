@@ -78,6 +78,7 @@ LEGAL: dict[str, Case] = {
     "no ids": Case(plain, args=(IDS[:0],)),
     "ids from a parameter's shape": Case(lambda m, x: m.table(x % m.vector.shape[0])),
     "random ids": Case(lambda m, x: m.table(torch.randint(10, (3,))) + x.unsqueeze(-1)),
+    "random ids after a draw": Case(lambda m, x: F.dropout(x.double()).sum() * m.table(torch.randint(10, (3,)))),
     "dropout": Case(lambda m, x: m.linear(F.dropout(m.table(x)))),
     "a sum bag": Case(bag, None, ONE_BAG, args=OFFSET_BAG),
     "a sum bag of rows": Case(bag, None, ONE_BAG),
@@ -148,6 +149,9 @@ ILLEGAL: dict[str, Case] = {
         lambda m, x: m.table((m.vector[:3] * 2).long()) + x.unsqueeze(-1), "its ids depend on parameters"
     ),
     "ids from another table": Case(lambda m, x: m.table(m.other(x).argmax(-1)), "its ids depend on parameters"),
+    "random ids after a dropout of rows": Case(
+        lambda m, x: F.dropout(m.table(x)) + m.table(torch.randint(10, (3,))), "after other random numbers", TWICE
+    ),
     "a max bag": Case(
         lambda m, x, o: bag(m, x, o, mode="max"), "max mode compares whole rows", (("bag:max", 1),), args=OFFSET_BAG
     ),
