@@ -20,6 +20,7 @@ from torch._dynamo.utils import dynamo_timed
 from torch._export.utils import _compiling_state_context
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 
@@ -34,6 +35,7 @@ from embrace_fx.capture.effects import (
     refuse_effects,
     state_inputs,
 )
+from embrace_fx.capture.errors import CaptureError
 from embrace_fx.capture.guards import (
     Conditions,
     collect_guards,
@@ -46,7 +48,7 @@ from embrace_fx.capture.model_forms import STATES, TreeResults
 from embrace_fx.capture.numbers import Symbol, number_inputs, numbers_as_inputs, symbols_of
 from embrace_fx.capture.read_values import NumbersRead, ReadValues, tensors_read_as_numbers
 from embrace_fx.capture.rnn_mode import CELLS, KeepRnnWhole, rnn_as_ops
-from embrace_fx.vocabulary.graph import SPARSE_LOOKUP
+from embrace_fx.vocabulary.graph import SPARSE_LOOKUP, source_of
 
 
 @dataclass(frozen=True)
@@ -378,5 +380,20 @@ def _trace_joint(
         stack.enter_context(_use_lazy_graph_module(True))
         joint = aot_export_joint_with_descriptors(stack, module, args, kwargs)
         check_collectives(joint.graph_module.graph)
+        _refuse_higher_order_ops(joint.graph_module.graph)
         mark_backward(joint.graph_module.graph)
         return joint.graph_module, joint.out_spec
+
+
+def _refuse_higher_order_ops(graph: fx.Graph) -> None:
+    """Raises `CaptureError` if a traced graph calls an op that calls functions, such as `torch.cond`. Passes would not
+    see what these functions do.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            name = node.target.name()
+            advice = "use torch.where() instead" if name == "cond" else "use ops of torch that call no function"
+            raise CaptureError(
+                f"the forward calls the higher-order op {name}, which cannot be captured ({advice})",
+                where=source_of(node),
+            )

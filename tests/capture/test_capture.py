@@ -149,7 +149,13 @@ def asks_for_values(model: Model, ids: Tensor) -> Tensor:
     return plain(model, ids)[:, :length]
 
 
-@pytest.mark.parametrize(("forward", "line"), [(branches, 2), (asks_for_values, 1)])
+def calls_a_higher_order_op(model: Model, ids: Tensor) -> Tensor:
+    vectors = plain(model, ids)
+    found: Tensor = torch.cond(vectors.sum() > 0, torch.sin, torch.cos, (vectors,))
+    return found
+
+
+@pytest.mark.parametrize(("forward", "line"), [(branches, 2), (asks_for_values, 1), (calls_a_higher_order_op, 2)])
 def test_the_error_names_the_users_line_and_the_reason(forward: Callable[..., Any], line: int) -> None:
     with pytest.raises(CaptureError) as raised:
         captured(forward, IDS)
