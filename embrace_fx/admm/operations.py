@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from embrace_fx.vocabulary.operation_id import OperationId
 
-# These operations have no parts. They use the part "late", because the text of an operation id does not show it.
+# These operations are not split. Their part is "late", which the text of an operation id leaves out.
 COMPUTE = FORWARD, STATES, WEIGHTS, DUALS, MEAN, FIGURES = (
     OperationId("forward", "forward pass", "late"),
     OperationId("backward", "states", "late"),

@@ -20,12 +20,12 @@ from embrace_fx.passes.step_memory import Storage
 
 @dataclass(frozen=True)
 class CopyRate:
-    """The speed of copies between the device and the host, or a file.
+    """The speed of copies between a device and its host, or between the CPU and a file.
 
     Attributes:
         bytes_per_ms: the speed in each direction; 0 if nothing can be copied.
         start_ms: the fixed time of each copy, independent of its size.
-        share: the fraction of a copy's time by which compute takes longer, because both use the same cores.
+        share: how much a copy slows down concurrent compute on the same cores, as a fraction of the copy's time.
     """
 
     bytes_per_ms: float = 0.0

@@ -158,7 +158,7 @@ def _fixed_before(nodes: Sequence[fx.Node], unit_of: Mapping[fx.Node, str]) -> d
     send rows; all other nodes stay after these.
 
     Args:
-        unit_of: maps each node that submits gradients to their table or bucket.
+        unit_of: node that submits gradients -> name of the table or bucket whose gradients they are.
     """
     before: dict[fx.Node, list[fx.Node]] = {}
     fixed = [node for node in nodes if node not in unit_of and not may_move(node)]

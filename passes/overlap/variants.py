@@ -101,11 +101,11 @@ def _derive_forward(module: fx.GraphModule, variant: ForwardVariant, delayed: Se
 
 
 def _update_delayed(rewriter: Rewriter, update: fx.Node, delayed: list[OperationId]) -> None:
-    """Inserts table updates by all delayed pieces of a gradient between the update by its prior part and the lookup of
-    rows.
+    """Inserts one table update for each delayed piece of a gradient. They run after the update with the prior part, and
+    before rows are looked up.
 
     Args:
-        update: the update by the prior part, which is sent first.
+        update: the update with the prior part, which is sent first.
         delayed: the launch ids of the delayed pieces.
     """
     readers, last = list(update.users), update

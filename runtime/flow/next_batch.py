@@ -214,7 +214,7 @@ class DeviceBatch(NextBatch):
         self._for_host: list[tuple[str, Member, Tensor]] = []
 
     def copy_rows(self) -> None:
-        """Starts copying the ids of each table's unique rows, and their numbers, to the host."""
+        """Starts copying to the host, for each table, the ids of its unique rows and how many there are."""
         with self._streams.on("ids", "rows of a batch to come"):
             rows = [self._streams.to_host(each) for each in self.unique]
             self._copies = [*rows, self._streams.to_host(self._of_tables)]

@@ -41,11 +41,12 @@ def launch_flags(
         streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
-        A function that waits for the flags of all ranks, and returns the sums of `used` over ranks. Its three arguments
-        are the names of tensors written on this rank; the error that ended the backward on this rank, or None; and a
-        function that returns whether this rank's gradients are valid although a scalar result is not finite. On every
-        rank, it raises PeerFailure if a rank has failed, RuntimeError if a rank has written tensors that the backward
-        reads, and FloatingPointError if a rank has a scalar result that is not finite and its gradients are not valid.
+        A function `finish(names, failure, is_harmless)` that waits for the flags of all ranks, and returns the sums of
+        `used` over ranks. `names` are those of the tensors written on this rank. `failure` is the error that ended the
+        backward on this rank, or None. `is_harmless` is called if a scalar is not finite, and returns whether the
+        gradients of this rank may be used nevertheless. On every rank, `finish` raises PeerFailure if a rank has
+        failed, RuntimeError if a rank has written tensors that the backward reads, and FloatingPointError if the
+        gradients of a rank may not be used.
     """
     if streams is None or not scalars:
         read = _exchange_flags(scalars, used, written, communicator)

@@ -139,8 +139,8 @@ class ModelState:
         self.names = tuple(self._parameters)
         self._record_parameters()
         self.ignored = self.unshared_buffers = ignored_names(model)
-        """Names of parameters and buffers that each rank keeps for itself, as with DDP. Buffers that are registered, or
-        set for the first time, after `compile()` are added to `unshared_buffers`, because DDP does not share them either.
+        """Names of parameters and buffers that each rank keeps for itself, as with DDP. `unshared_buffers` also has the
+        buffers that are registered, or set for the first time, after `compile()`.
         """
         self.tables: dict[str, Member] = {}
         self.hints: Prefetcher | None = None

@@ -95,8 +95,8 @@ def is_recorded(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bo
 
 
 def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op that autograd records. If the result is a whole tensor, runs the op's implementation for shards.
-    Otherwise runs the op on gathered tensors.
+    """Runs an op while autograd records. Uses `rule` if there is one and its result is no shard. Otherwise gathers the
+    whole tables, and runs the op on them.
 
     Args:
         rule: the op's implementation for shards, or None if it has none.

@@ -46,7 +46,7 @@ def _move_columns(
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1) * block_width
-    if EVEN:  # without a minimum, Triton knows whether the width is divisible by 16
+    if EVEN:  # no tl.minimum here, because it would hide from Triton that the width may be divisible by 16
         own = block_width
     else:
         own = tl.minimum(block_width, width - first)
