@@ -59,7 +59,8 @@ class CallNode(torch.autograd.Function):
         wanted = torch._C._will_engine_execute_node(anchor)
         # Only the anchor has a next function, so no tensor of the batch gets a gradient.
         final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1
-        run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final}
+        keeps = not wanted and torch._C._autograd._get_current_graph_task_keep_graph()
+        run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final, "keeps": keeps}
         with program.state.pending.closed(grows=program.overlaps_steps):
             gradients = call_without_autograd(spanned, "backward", run, tangents, **options)
         if final:

@@ -38,6 +38,10 @@ SECOND = (
     "backward() was called a second time for the results of the same call, after the first backward had reduced its "
     "gradients. Call the model again, or add the losses and call backward() once."
 )
+FREED = (
+    "backward() was called after torch.autograd.grad() or backward(inputs=...) had freed what the same call saved for "
+    "its backward. Pass retain_graph=True to the first of the two, or call the model again."
+)
 _NOTHING_READ = VersionSnapshot()
 
 
@@ -108,6 +112,7 @@ class Step:
         # Parameters with gradients from `no_sync`, which are reduced even if this backward does not reach them.
         self.unreduced: Collection[str] = program.state.unreduced
         self._values: Values | None = None
+        self._ended = SECOND  # the error of a backward for which no saved values are left
         self._results: list[Any] = []  # the tensors and sizes that the model returns
         self._read_again = _NOTHING_READ
 
@@ -188,7 +193,7 @@ class Step:
         return values, ForwardVariant()
 
     def backward(
-        self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False
+        self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False, keeps: bool = False
     ) -> list[Tensor | None]:
         """Runs the backward, stores the parameters' gradients, and returns the gradient of each tensor of the batch
         that requires one.
@@ -197,17 +202,21 @@ class Step:
             tangents: the gradients of the results, or None for results without one.
             for_parameters: whether parameters get gradients. False under `torch.autograd.grad` with respect to inputs.
             twice: whether `create_graph=True` was given.
+            keeps: whether to keep the saved values for another backward, because no parameter gets a gradient from this
+                one, and `retain_graph=True` was given.
 
         Raises:
             RuntimeError: `twice` is True, this is a second backward, or tensors that the backward reads were written.
         """
         program = self.program
         if self._values is None:
-            raise RuntimeError(SECOND)
+            raise RuntimeError(self._ended)
         if twice and not self.program.flow.shares_failures:
             raise RuntimeError(TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
+        kept = (values.copy(), self._read_again) if keeps else None
+        self._ended = SECOND if for_parameters else FREED
         assert program.has_backward
         given: tuple[int, ...] = ()
         for index, tangent in zip(program.results, tangents, strict=True):
@@ -219,6 +228,9 @@ class Step:
         outputs, roles, counts = self._close_backward(self._open_backward(values), values, tangents, used, twice=twice)
         if not for_parameters:
             program.flow.drop()
+            if kept is not None:
+                self._values, self._read_again = kept
+                state.awaiting_backward.add(self)
             return self._batch_gradients(roles, outputs)
         absent = program.used.absent(counts)
         absent_here = program.used.absent(used) | program.used.local_unreached(given)

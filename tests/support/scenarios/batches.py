@@ -282,6 +282,20 @@ def gradients_of_inputs_alone(training: Training) -> None:
 
 
 @scenario(**_TWO_TASKS)
+def gradients_of_inputs_then_of_parameters(training: Training) -> None:
+    model = training.wrap(TwoTasks())
+    optimizer = training.optimize(OPTIMIZERS["adam"], model.parameters())
+    batches = [two_tasks_batch(training.rank, step) for step in range(8)]
+    for ids, x in training.lookahead([(ids, x.requires_grad_()) for ids, x in batches], model):
+        a, b = model(ids, x)
+        for _ in range(2):
+            training.note(*torch.autograd.grad(a + b, x, retain_graph=True))
+        (a + b).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario(**_TWO_TASKS)
 def a_scaler_of_tables_alone(training: Training) -> None:
     model = training.wrap(TwoTasks())
     named = dict(model.module.named_parameters())
