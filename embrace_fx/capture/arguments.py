@@ -25,6 +25,8 @@ _TAKEN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.ScriptObject, types.EllipsisType),
 )
 """Types of leaves that torch's capture accepts: tensors and constants."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+"""Layouts of tensors that have no strides."""
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
@@ -85,10 +87,10 @@ def check_arguments(leaves: list[Any], kind: str) -> None:
                 f"{kind}: an argument is a NestedTensor. Pass its values() and offsets() instead, and build the "
                 "NestedTensor in forward() with torch.nested.nested_tensor_from_jagged(values, offsets)."
             )
-        if isinstance(leaf, Tensor) and leaf.is_sparse:
+        if isinstance(leaf, Tensor) and leaf.layout in _SPARSE:
             raise RefusedError(
-                f"{kind}: an argument is a sparse tensor. Pass its indices() and values() instead, and build the "
-                "sparse tensor in forward()."
+                f"{kind}: an argument is a sparse tensor ({leaf.layout}). Pass its indices and values() as tensors "
+                "instead, and build the sparse tensor in forward()."
             )
         if any(isinstance(getattr(leaf, name, None), Tensor) for name in getattr(type(leaf), "__slots__", ())):
             raise RefusedError(

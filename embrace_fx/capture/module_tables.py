@@ -68,10 +68,13 @@ def has_labels(ids: Sequence[Tensor], head: nn.Parameter) -> bool:
 
 
 def possible_ids(leaves: Sequence[Any]) -> list[Tensor]:
-    """Returns the nonempty integer tensors of a batch, which may contain ids. `leaves` are the flattened arguments of
-    the call.
+    """Returns the nonempty integer tensors of a batch that are neither sparse nor nested. They may contain ids.
+
+    Args:
+        leaves: the flattened arguments of the call.
     """
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _INTEGERS]
+    integers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS]
+    return [each for each in integers if each.layout is torch.strided and not each.is_nested and each.numel()]
 
 
 def possible_rows(ids: Sequence[Tensor], num_rows: int) -> Tensor:

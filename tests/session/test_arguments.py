@@ -200,6 +200,7 @@ def refuse(rank: int, world_size: int) -> list[str]:
         told(OfOneValue(), nested),
         told(OfOneValue(), Slotted(ids_BT)),
         told(OfOneValue(), ids_BT.to_sparse()),
+        told(OfOneValue(), ids_BT.to_sparse_csr()),
         told(OfOneValue(), Pair),
         told(OfOneValue(), nn.ReLU()),
     ]
@@ -213,6 +214,7 @@ def test_others_are_refused_with_what_to_do() -> None:
         ("is a NestedTensor",),
         ("of type Slotted has tensors in __slots__",),
         ("is a sparse tensor",),
+        ("is a sparse tensor (torch.sparse_csr)",),
         ("is the class Pair", "attributes of the model"),
         ("is a ReLU", "attributes of the model"),
     )

@@ -295,6 +295,30 @@ def gradients_of_inputs_then_of_parameters(training: Training) -> None:
         optimizer.zero_grad()
 
 
+class Mixing(nn.Module):
+    """Mixes rows of a table by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(NUM_IDS, DIM, dtype=DTYPE)
+
+    def forward(self, matrix: Tensor, ids: Tensor) -> Tensor:
+        found: Tensor = (matrix @ self.rows(ids).values()).square().mean()
+        return found
+
+
+@scenario(**_TWO_TASKS)
+def sparse_and_nested_batches(training: Training) -> None:
+    model = training.wrap(Mixing())
+    optimizer = training.optimize(OPTIMIZERS["adam"], model.parameters())
+    for step in range(4):
+        ids, x = two_tasks_batch(training.rank, step)
+        nested = torch.nested.nested_tensor([ids[:2], ids[2:]], layout=torch.jagged)
+        model(x.T.relu().to_sparse_csr(), nested).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @scenario(**_TWO_TASKS)
 def a_scaler_of_tables_alone(training: Training) -> None:
     model = training.wrap(TwoTasks())
