@@ -22,7 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.utils import _pytree as pytree
 
-from embrace_fx.capture.arguments import check_arguments, find_shared_memory, flatten_arguments, same_constant
+from embrace_fx.capture.arguments import (
+    check_arguments,
+    find_shared_memory,
+    flatten_arguments,
+    owner_of,
+    same_constant,
+)
 from embrace_fx.capture.effects import ReplayedEffects
 from embrace_fx.capture.errors import (
     CaptureError,
@@ -31,7 +37,7 @@ from embrace_fx.capture.errors import (
     line_of_branch,
     raised_by_forward,
 )
-from embrace_fx.capture.guards import Conditions
+from embrace_fx.capture.guards import Conditions, traced_function
 from embrace_fx.capture.kept_by_torch import forget_captures
 from embrace_fx.capture.numbers import Symbol, fixed_by_guards
 from embrace_fx.capture.read_values import Changed
@@ -61,6 +67,7 @@ class Captured:
         constants: maps the index of a flattened argument to its value, for arguments that the forward reads and that
             are not tensors.
         names: maps the index of a flattened argument to the expression that reads it, such as `L['weight']`.
+        owners: maps the index of a constant that has no expression to the argument that contains it.
         deciding: names of numbers that cannot become inputs of the graph, because their value decides what is computed.
     """
 
@@ -76,6 +83,7 @@ class Captured:
     written: tuple[int, ...] = ()
     constants: Mapping[int, Any] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
+    owners: Mapping[int, str] = field(default_factory=dict)
     deciding: frozenset[str] = frozenset()
 
     def with_new_guards(self) -> Captured:
@@ -91,8 +99,11 @@ class Captured:
         Args:
             leaves: the flattened arguments of the call.
         """
-        constants = ((self.names.get(k, ""), value, leaves[k]) for k, value in self.constants.items())
-        changed = [Changed(name, value, now) for name, value, now in constants if not same_constant(now, value)]
+        changed = [
+            Changed(self.names.get(k, ""), value, leaves[k], self.owners.get(k, ""))
+            for k, value in self.constants.items()
+            if not same_constant(leaves[k], value)
+        ]
         return changed + self.conditions.values.changed()
 
     @property
@@ -183,7 +194,8 @@ def capture(
         raise
     except Exception as error:
         raise explain_failed_capture(model, error, raised_by_forward(model, args, kwargs, error)) from error
-    return captured
+    unnamed = captured.constants.keys() - captured.names.keys()
+    return replace(captured, owners={k: owner_of(k, traced_function(model), args, kwargs) for k in unnamed})
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:

@@ -155,6 +155,19 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
         function: the forward, unbound.
         args, kwargs: the arguments of the call.
     """
+    roots = _roots(function, args, kwargs)
+    if not roots:
+        return {}
+    try:
+        paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
+    except Exception:  # an attribute of the user's object has raised, so its tensors get no names
+        return {}
+    names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
+    return dict(enumerate(names))
+
+
+def _roots(function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Returns Dynamo's name for each argument of a forward, not flattened, or an empty list if they have none."""
     code = function.__code__
     taken = code.co_varnames[1 if code.co_argcount else 0 : code.co_argcount]
     more = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & inspect.CO_VARARGS else ""
@@ -167,14 +180,17 @@ def argument_names(function: types.FunctionType, args: tuple[Any, ...], kwargs: 
     roots = [f"L[{name!r}]" for name in taken[: len(args)]]
     roots += [f"L[{more!r}][{k}]" for k in range(len(args) - len(roots))] if code.co_argcount else []
     if len(roots) < len(args):
-        return {}
-    roots += [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
-    try:
-        paths = [pytree.tree_flatten_with_path(value)[0] for value in (*args, *kwargs.values())]
-    except Exception:  # an attribute of the user's object has raised, so its tensors get no names
-        return {}
-    names = [f"{root}{pytree.keystr(path)}" for root, found in zip(roots, paths, strict=True) for path, _ in found]
-    return dict(enumerate(names))
+        return []
+    return roots + [f"L[{name!r}]" if name in named else f"L[{rest!r}][{name!r}]" for name in kwargs]
+
+
+def owner_of(index: int, function: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns Dynamo's name for the argument of a forward that contains the flattened argument with an index, or "" if
+    it has no name. The arguments of this function are those of `argument_names`.
+    """
+    counts = [pytree.tree_structure(value).num_leaves for value in (*args, *kwargs.values())]
+    owners = [root for root, count in zip(_roots(function, args, kwargs), counts, strict=False) for _ in range(count)]
+    return owners[index] if index < len(owners) else ""
 
 
 def constants_read(leaves: Sequence[Any], names: Mapping[int, str], guards: Collection[str]) -> dict[int, Any]:

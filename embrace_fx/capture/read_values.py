@@ -35,14 +35,16 @@ class Changed:
     """A constant of a captured graph whose value has changed since the capture.
 
     Attributes:
-        name: the expression that reads it: `L['self'].scale`, or `L['weight']` for an argument.
+        name: the expression that reads it: `L['self'].scale`, or `L['weight']` for an argument. "" if unknown.
         before: its value at the capture.
         now: its current value.
+        owner: the argument that contains it, if its name is unknown.
     """
 
     name: str
     before: Any
     now: Any
+    owner: str = ""
 
     @property
     def can_be_input(self) -> bool:
@@ -53,7 +55,9 @@ class Changed:
 
     def __str__(self) -> str:
         values = "" if isinstance(self.now, Tensor | np.ndarray) else f" ({self.before!r}, {self.now!r})"
-        return f"the forward reads {to_user_expression(self.name)}, which keeps changing{values}"
+        of_owner = f"a value of the argument {to_user_expression(self.owner)}" if self.owner else "an argument"
+        what = to_user_expression(self.name) if self.name else of_owner
+        return f"the forward reads {what}, which keeps changing{values}"
 
 
 @dataclass(frozen=True)
