@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad
 
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from tests.support.beside import take_steps
 from tests.support.scenario import OPTIMIZERS, Mean, Training, scenario
 from tests.support.sides import DTYPE, NUM_WORDS, Words, draw_batch
 
@@ -303,20 +304,16 @@ class Mixing(nn.Module):
         self.rows = nn.Embedding(NUM_IDS, DIM, dtype=DTYPE)
 
     def forward(self, matrix: Tensor, ids: Tensor) -> Tensor:
-        found: Tensor = (matrix @ self.rows(ids).values()).square().mean()
-        return found
+        return (matrix @ self.rows(ids).values()).square().mean()
 
 
 @scenario(**_TWO_TASKS)
 def sparse_and_nested_batches(training: Training) -> None:
     model = training.wrap(Mixing())
     optimizer = training.optimize(OPTIMIZERS["adam"], model.parameters())
-    for step in range(4):
-        ids, x = two_tasks_batch(training.rank, step)
-        nested = torch.nested.nested_tensor([ids[:2], ids[2:]], layout=torch.jagged)
-        model(x.T.relu().to_sparse_csr(), nested).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    drawn = [two_tasks_batch(training.rank, step) for step in range(4)]
+    jagged = [torch.nested.nested_tensor([ids[:2], ids[2:]], layout=torch.jagged) for ids, _ in drawn]
+    take_steps(model, optimizer, [(x.T.relu().to_sparse_csr(), ids) for ids, (_, x) in zip(jagged, drawn, strict=True)])
 
 
 @scenario(**_TWO_TASKS)

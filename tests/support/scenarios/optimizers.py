@@ -28,6 +28,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, ExponentialLR, OneCycleLR, StepLR
 
 import embrace_fx
+from tests.support.beside import take_steps
 from tests.support.scenario import OPTIMIZERS, Training, scenario
 from tests.support.sides import NUM_WORDS, Matching
 
@@ -223,10 +224,7 @@ def learning_rates_written(training: Training) -> None:
 def a_group_of_each_parameter(training: Training) -> None:
     groups = [{"params": [p], "lr": 0.01 * k} for k, p in enumerate(training.model.parameters(), 1)]
     optimizer = training.optimize(AdamW, groups, eps=1e-3)
-    for batch in training.batches():
-        training.model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(training.model, optimizer, training.batches())
 
 
 @scenario(optimizer=ADAMW)
@@ -322,10 +320,7 @@ def two_optimizers_of_one_parameter(training: Training) -> None:
 @scenario(optimizer=None)
 def parameters_without_an_optimizer(training: Training) -> None:
     optimizer = training.optimize(Adam, training.dense[:1], lr=0.1)
-    for batch in training.batches(4):
-        training.model(*batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(training.model, optimizer, training.batches(4))
     training.note([parameter.grad for parameter in training.dense[1:]])
 
 
@@ -334,10 +329,7 @@ def an_optimizer_made_before_the_model_is_wrapped(training: Training) -> None:
     module = Matching()
     optimizer = training.optimize(AdamW, module.parameters(), lr=0.02, eps=1e-3)
     model = training.wrap(module)
-    for step in range(4):
-        model(*training.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, [training.batch(step) for step in range(4)])
 
 
 @scenario(optimizer=None)

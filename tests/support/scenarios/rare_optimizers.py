@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 import embrace_fx
+from tests.support.beside import take_steps
 from tests.support.scenario import Training, scenario
 from tests.support.training import tables
 
@@ -176,10 +177,7 @@ def _goes_on_alone(loop: Oddly) -> None:
     alone.load_state_dict(embrace_fx.full_state_dict(loop.model.module))
     optimizer = loop.make(alone.parameters())
     optimizer.load_state_dict(saved)
-    for step in range(20, 25):
-        alone(*odd_batch(step, 0, 0, ROWS)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(alone, optimizer, [odd_batch(step, 0, 0, ROWS) for step in range(20, 25)])
     loop.training.models.append(alone)
     loop.training.optimizers.append(optimizer)
     loop.train(7, 8)
