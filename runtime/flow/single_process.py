@@ -106,7 +106,7 @@ class SingleProcessRows:
         Raises:
             PeerFailure: the batch has an id outside of the table.
         """
-        counted, k, table, num_rows = self._counts.pop(ids)
+        counted, k, table, num_rows = self._counts[ids]  # not removed, because another backward may follow
         count = counted.numbers[k]
         if count < 0:
             raise PeerFailure(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,15 +138,20 @@ def test_the_report_names_the_attribute_that_keeps_changing() -> None:
     assert "reads self.scale, which keeps changing" in compiled.report()
 
 
+class Bundle:
+    def __init__(self, ids: Tensor, gain: float) -> None:
+        self.ids, self.gain = ids, gain
+
+
 class OfBundle(Scaled):
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Bundle) -> Tensor:
         return self.rows(batch.ids).square().sum() * batch.gain
 
 
 def test_the_report_names_the_object_whose_value_keeps_changing() -> None:
     compiled: Any = embrace_fx.compile(OfBundle())
     for step in range(6):
-        compiled(SimpleNamespace(ids=torch.arange(4), gain=float(step)))
+        compiled(Bundle(torch.arange(4), float(step)))
     assert "reads a value of the argument batch, which keeps changing" in compiled.report()
 
 
