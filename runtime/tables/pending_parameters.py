@@ -212,7 +212,7 @@ class UpdateGroup:
             self._held.clear()
             self.stale, self.is_open = True, False
 
-    def disarm(self, parameters: Sequence[nn.Parameter]) -> None:
+    def disarm(self, parameters: Sequence[Any]) -> None:
         """Disarms only these parameters. The caller holds the lock."""
         own = {id(p.held) if type(p) is TableShard else id(p) for p in parameters}
         others, self.dense = self.dense, [p for p in self.dense if id(p) in own]

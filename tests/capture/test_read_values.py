@@ -27,6 +27,8 @@ class Scaled(nn.Module):
     """Multiplies its result by values that the forward reads from several places."""
 
     of_class = 1.0
+    linear: Any
+    mask: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +41,12 @@ class Scaled(nn.Module):
         self.of_numpy: Any = np.float64(1.0)
         self.array = np.ones((), dtype=np.float32)
         self.config = SimpleNamespace(training=False)
-        self.linear.weight.gain = 1.0  # type: ignore[attr-defined]
-        self.register_buffer("seen", torch.ones(1))
+        self.linear.weight.gain = 1.0
         self.register_buffer("mask", None)
 
     def forward(self, x_BD: Tensor) -> Tensor:
         factor = self.of_class * self.number * self.numbers[1] * SETTINGS["scale"]
-        factor *= self.read.item() * float(GLOBAL[0]) * self.linear.weight.gain * len(self.seen)
+        factor *= self.read.item() * float(GLOBAL[0]) * self.linear.weight.gain
         if self.config.training or self.mask is not None:
             factor *= 2.0 if self.mask is None else self.mask
         found: Tensor = self.dropout(self.linear(x_BD) * self.of_numpy).square().mean() * self.tensor * factor + OFFSET
@@ -75,7 +76,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "an array's element": lambda model: model.array.fill(2.0),
     "what is called training": lambda model: setattr(model.config, "training", True),
     "an attribute of a parameter": lambda model: setattr(model.linear.weight, "gain", 2.0),
-    "the length of a buffer": lambda model: setattr(model, "seen", torch.ones(3)),
     "a buffer that was None": lambda model: setattr(model, "mask", torch.full((), 3.0)),
     "a number behind .data": lambda model: model.read.data.fill_(3.0),
 }

@@ -288,6 +288,8 @@ def two_optimizers_with_a_look_in_between(training: Training) -> None:
 class _Reading(SGD):
     """Reads parameters of another optimizer in its step."""
 
+    read: Callable[[], None]
+
     def step(self, closure: Any = None) -> Any:
         self.read()
         return super().step(closure)
