@@ -34,7 +34,7 @@ def taken() -> dict[str, int]:
     return {
         "threads": _threads(),
         "descriptors": _descriptors(),
-        "groups": dist.distributed_c10d.get_pg_count(),
+        "groups": len(dist.distributed_c10d._world.pg_map),  # get_pg_count() counts ended groups too
         "models": sum(type(each).__name__ in KINDS for each in gc.get_objects()),
     }
 
