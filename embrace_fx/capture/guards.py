@@ -24,7 +24,9 @@ from torch._dynamo.guards import CheckFunctionManager
 
 from embrace_fx.capture.read_values import NO_VALUES, PLAIN, NumbersRead, ReadValues
 
-OF_PROGRAMS = re.compile(r"(.*)\._(parameters|buffers)\b(\['[^']*'\])?(.*)|(.*)\.training$", re.DOTALL)
+OF_PROGRAMS = re.compile(
+    r"(.*)\.(?:__dict__\[')?_(parameters|buffers)\b(?:'\])?(\['[^']*'\])?(.*)|(.*)\.training", re.DOTALL
+)
 """Names of values that programs read at each call (parameters, buffers) or that select the capture (training). Groups:
 the module, "parameters" or "buffers", the entry there, an attribute of the entry, the module whose mode it is.
 """
@@ -162,7 +164,7 @@ def collect_guards(gm: fx.GraphModule, model: nn.Module, given: Collection[str])
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
         checks = _Guards(is_checked, code, output)
     manager = checks.guard_manager
-    values = _read_guarded_values(filter(is_checked, output.guards), output, function, model, itself, cells)
+    values = _read_guarded_values(checks.kept, output, function, model, itself, cells)
     output.local_scope = {}
     return Conditions(values, manager, frame, cells, [checks.values, checks.guarded], values.only_arrays())
 
@@ -179,7 +181,10 @@ def _is_of_programs(guard: Any, scope: dict[str, Any]) -> bool:
         scope: the variables that names of guarded values refer to.
     """
     found = OF_PROGRAMS.fullmatch(guard.name)
-    if found is None or not isinstance(_read(found[1] or found[5], scope), nn.Module):
+    if found is None:
+        return False
+    owner = _read(found[1] or found[5], scope)
+    if owner is not None and not isinstance(owner, nn.Module):
         return False
     if found[5] is not None:
         return True
@@ -213,6 +218,7 @@ class _Guards(CheckFunctionManager):
     def __init__(self, is_kept: Callable[[Any], bool], *args: Any, **kwargs: Any) -> None:
         self._is_kept = is_kept
         self.guarded: list[object] = []
+        self.kept: list[Any] = []
         self.values: list[object] = []
         super().__init__(*args, **kwargs)
 
@@ -220,7 +226,7 @@ class _Guards(CheckFunctionManager):
         """Builds the guards that `is_kept` selects, and stores the guarded values. Returns torch's guard builder and
         guard manager.
         """
-        kept = [guard for guard in sorted_guards if self._is_kept(guard)]
+        self.kept = kept = [guard for guard in sorted_guards if self._is_kept(guard)]
         builder, manager = super().build_guards(kept, *args, **kwargs)
         self.values = [_guarded_value(builder, guard) for guard in kept]
         return builder, manager

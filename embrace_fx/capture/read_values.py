@@ -144,7 +144,7 @@ class NumbersRead:
     Attributes:
         tensors: the tensors.
         were: their version counters at the capture.
-        values: copies of the small ones in host memory, which code can also write without changing their version, by
+        values: the bytes of the small ones in host memory, which code can also write without changing their version, by
             `.data` or through NumPy. None for others.
     """
 
@@ -156,19 +156,19 @@ class NumbersRead:
     def of(tensors: Iterable[Tensor]) -> NumbersRead:
         """Records the current values of tensors."""
         found = tuple(tensors)
-        copies = (t.detach().clone() if t.device.type == "cpu" and t.numel() <= MOST_COMPARED else None for t in found)
+        copies = (_bytes_of(t) if t.device.type == "cpu" and t.numel() <= MOST_COMPARED else None for t in found)
         return NumbersRead(found, VersionSnapshot.of_tensors(found), tuple(copies))
 
     def changed(self) -> list[Tensor]:
         """Returns the tensors that have been written since the capture."""
         written = self.were.written()
         known = zip(self.tensors, self.values, strict=True)
-        return written + [now for now, old in known if old is not None and not _equal_values(now, old)]
+        return written + [now for now, old in known if old is not None and not torch.equal(_bytes_of(now), old)]
 
 
-def _equal_values(a: Tensor, b: Tensor) -> bool:
-    """Returns whether two tensors have the same dtype, shape and values. Two nan are equal."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a.detach(), b, 0.0, 0.0, equal_nan=True)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor's values as bytes, which are also equal if both are nan."""
+    return tensor.detach().flatten().view(torch.uint8).clone()
 
 
 def tensors_read_as_numbers(graph: fx.Graph, constants: Mapping[fx.Node, Tensor]) -> NumbersRead:
