@@ -5,10 +5,11 @@
     python -m tests.mutation --tests tests/cost tests/passes -- -n 2                 # a part; pytest's own options
 
 Rooms of `embrace_fx/`, `passes/` and `runtime/` have faults in proportion to their lines; none is in a docstring, an
-annotation, a text, an assertion (`strict=` of `zip()` is one), what is raised, or how an object is printed. Each is
-planted in a copy of the tree, which ranks import too, and pytest runs the tests of its file, of its room, those that
-import it, and all, until a first test fails. That test then runs without the fault: one that fails there as well has
-found nothing, and is left out from then on. What is known is kept in `--output`, and the same command goes on.
+annotation, a text, an assertion (`strict=` of `zip()` is one), what is raised, how an object is printed, or a number
+that a module names, which is a choice. Each is planted in a copy of the tree, which ranks import too, and pytest runs
+the tests of its file, of its room, those that import it, and all, until a first test fails. That test then runs without
+the fault: one that fails there as well has found nothing, and is left out from then on. What is known is kept in
+`--output`, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -112,12 +113,18 @@ def changes(node: ast.AST, text_of: Callable[[Span], str]) -> Iterator[tuple[str
             yield "early return", (line, column, line, column), f"return\n{' ' * column}"
 
 
+def computed(value: ast.AST) -> bool:
+    """Returns whether a value calls or reads anything."""
+    return any(isinstance(each, ast.Call | ast.Name) for each in ast.walk(value))
+
+
 def sound(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes that may have a fault: all that run, except what is raised, asserted or printed."""
     yield node
     apart = [*getattr(node, "decorator_list", ()), *(getattr(node, name, None) for name in ("returns", "annotation"))]
     for child in ast.iter_child_nodes(node):
-        is_check = isinstance(child, ast.keyword) and child.arg in CHECKS
+        is_choice = isinstance(node, ast.Module) and isinstance(child, ast.Assign) and not computed(child.value)
+        is_check = (isinstance(child, ast.keyword) and child.arg in CHECKS) or is_choice
         if not (child in apart or is_check or isinstance(child, ast.Raise | ast.Assert | ast.JoinedStr | ast.arg)):
             yield from sound(child)
 
