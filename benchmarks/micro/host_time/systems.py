@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,14 +35,16 @@ BEYOND: dict[str, float | None] = {"in_memory": None, "beyond_memory": 0.1}
 """System of the lab's LM and recommender under AdamW -> the share of a large table's rows that memory holds."""
 BEYOND_ROWS = 100_000
 """The rows of the largest tables under these systems. Tables of at least half as many are large."""
-SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates] | None] = {
-    "ddp_sparse": None,
+DDP = {"ddp_sparse": True, "ddp": False}
+"""DDP of the small model -> whether its tables have sparse gradients, under SparseAdam, which leaves rows without a
+gradient as they are, as lazy updates do. With dense gradients, Adam updates all rows, as exact updates do."""
+SMALL_SYSTEMS: dict[str, tuple[ScheduleName, RowUpdates]] = {
     "embrace_none": ("none", "exact"),
     "embrace_2d": ("2d", "exact"),
     "embrace_none_lazy": ("none", "lazy"),
     "embrace_2d_lazy": ("2d", "lazy"),
 }
-"""System of the small model -> its schedule and its row updates; None: DDP, whose tables have sparse gradients."""
+"""System of the small model -> its schedule and its row updates."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def systems_of(model: str) -> tuple[str, ...]:
     """Returns the names of the systems under which a model is measured by default."""
     if model in MANY:
         return ("ddp_sparse", "embrace_none", "embrace_2d")
-    return tuple(SMALL_SYSTEMS) if model == SMALL else ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d")
+    return (*DDP, *SMALL_SYSTEMS) if model == SMALL else ("ddp_sparse", "torchrec_column", "embrace_none", "embrace_2d")
 
 
 def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
@@ -133,7 +135,7 @@ def steps_of(model: str, system: str, rank: int) -> Iterator[Tensor]:
         peer = EmbraceFx("auto", route="eager") if system == EAGER else SYSTEMS[system].peer()
         return peer.prepare(Task(workload, seed=SEED)).steps(batches)
     torch.manual_seed(SEED)
-    return _small_steps(workload.make(), SMALL_SYSTEMS[system], batches)
+    return (_ddp_steps if system in DDP else _small_steps)(workload.make(), system, batches)
 
 
 def _with_large_tables(workload: Workload) -> Workload:
@@ -151,24 +153,23 @@ def _with_large_tables(workload: Workload) -> Workload:
     )
 
 
-def _small_steps(
-    plain: TableModel, options: tuple[ScheduleName, RowUpdates] | None, batches: Iterator[Batch]
-) -> Iterator[Tensor]:
-    if options is None:
-        with_sparse_tables(plain, sparse=True)
-        model: nn.Module = DistributedDataParallel(plain)
-        optimizers: list[Optimizer] = [
-            SparseAdam(list(plain.tables.parameters()), lr=LR),
-            Adam([each for name, each in plain.named_parameters() if not name.startswith("tables.")], lr=LR),
-        ]
-        read: Iterable[Batch] = batches
-    else:
-        schedule, updates = options
-        model = compiled = embrace_fx.compile(
-            plain, strategy={"tables.*": "alltoall"}, schedule=schedule, row_updates=updates
-        )
-        optimizers, read = [Adam(model.parameters(), lr=LR)], compiled.lookahead(batches)
-    for batch in read:
+def _ddp_steps(plain: TableModel, system: str, batches: Iterator[Batch]) -> Iterator[Tensor]:
+    with_sparse_tables(plain, sparse=DDP[system])
+    tables = list(plain.tables.parameters())
+    layers = [each for name, each in plain.named_parameters() if not name.startswith("tables.")]
+    if DDP[system]:
+        return _train(DistributedDataParallel(plain), [SparseAdam(tables, lr=LR), Adam(layers, lr=LR)], batches)
+    return _train(DistributedDataParallel(plain), [Adam([*tables, *layers], lr=LR)], batches)
+
+
+def _small_steps(plain: TableModel, system: str, batches: Iterator[Batch]) -> Iterator[Tensor]:
+    schedule, updates = SMALL_SYSTEMS[system]
+    model = embrace_fx.compile(plain, strategy={"tables.*": "alltoall"}, schedule=schedule, row_updates=updates)
+    return _train(model, [Adam(model.parameters(), lr=LR)], model.lookahead(batches))
+
+
+def _train(model: nn.Module, optimizers: Sequence[Optimizer], batches: Iterable[Batch]) -> Iterator[Tensor]:
+    for batch in batches:
         loss = model(*batch)
         loss.backward()
         for optimizer in optimizers:
