@@ -5,9 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +66,28 @@ def check_golden(name: str, text: str) -> None:
         expected.splitlines(), found.splitlines(), f"tests/golden/{name}.txt", "found", lineterm=""
     )
     pytest.fail("\n".join(diff) + "\n\nif the new text is right, write it with `pytest --update-golden`", pytrace=False)
+
+
+def check_transcript(name: str, answer: Callable[[list[str]], list[str]]) -> None:
+    """As `check_golden`, for a file of lines ">>> question" that are each followed by their answer, and of # notes."""
+    __tracebackhide__ = True
+    kept = [line for line in (GOLDEN_DIR / f"{name}.txt").read_text().splitlines() if line.startswith((">>> ", "#"))]
+    answers = iter(answer([line[4:] for line in kept if line.startswith(">>> ")]))
+    check_golden(name, "\n".join(f"{line}\n{next(answers)}".rstrip() if line[0] == ">" else line for line in kept))
+
+
+def run_lines(room: str, modules: Sequence[str], lines: list[str]) -> list[str]:
+    """Returns what an interactive Python with the names of these modules of `runtime` shows after each line."""
+    known: dict[str, Any] = {"torch": torch, "tensor": torch.tensor, "math": math, "cpu": torch.device("cpu")}
+    known["numbered"] = lambda *shape: torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
+    for name in (room, *(f"{room}.{module}" for module in modules)):
+        known |= vars(import_module(f"embrace_fx.runtime.{name}"))
+    found = []
+    for line in lines:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            try:
+                exec(compile(f"{line}\n", "", "single"), known)
+            except Exception as error:
+                print(error)
+        found.append(shown.getvalue())
+    return found

@@ -6,6 +6,7 @@ Shape legend
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from embrace_fx.runtime import kernels
 from embrace_fx.vocabulary.ops import own_columns
+from tests.support.golden import check_transcript, run_lines
 
 RANKS = st.integers(1, 9)
 COLUMNS = st.integers(1, 12)
@@ -68,35 +70,6 @@ def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
     count = torch.Size(shape).numel()
     values = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=count, max_size=count))
     return torch.tensor(values, dtype=data.draw(st.sampled_from([torch.int32, torch.int64]))).view(shape)
-
-
-@pytest.mark.parametrize(
-    ("ids", "num_rows", "expected"),
-    [([0, 4], 5, None), ([], 5, None), ([0, 5], 5, 5), ([-1, 3], 5, -1), ([3, -2, 9], 5, -2), ([4, 0, 9, 1], 5, 9)],
-)
-def test_an_id_outside_the_table_is_named(ids: list[int], num_rows: int, expected: int | None) -> None:
-    inside = torch.tensor([1], dtype=torch.int32)  # ids of other lookups that are checked in the same call
-    found = kernels.find_bad_ids([inside, torch.tensor(ids, dtype=torch.int64), inside], [2, num_rows, 2])
-    assert found == [None, expected, None]
-
-
-@given(st.lists(st.lists(ids_of(30), min_size=2, max_size=2), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
-def test_unpacking_inverts_the_packing_of_ids(ids_by_rank: list[list[list[int]]], spare: int, narrow: bool) -> None:
-    """As `Communicator.all_gather_ids` packs them: T counts, the tables' ids, then what is left of the longest."""
-    dtype = torch.int32 if narrow else torch.int64
-    longest = max(sum(map(len, tables)) for tables in ids_by_rank) + spare
-    packed = torch.full((len(ids_by_rank), 2 + longest), -7, dtype=dtype)
-    for row, tables in zip(packed, ids_by_rank, strict=True):
-        content = [*map(len, tables), *tables[0], *tables[1]]
-        row[: len(content)] = torch.tensor(content, dtype=dtype)
-
-    found = kernels.unpack_ids(packed, 2, len(ids_by_rank))
-
-    for table in range(2):
-        ids, counts = found[2 * table : 2 * table + 2]
-        assert ids.tolist() == [row for tables in ids_by_rank for row in tables[table]]
-        assert counts.tolist() == [len(tables[table]) for tables in ids_by_rank]
-        assert (ids.dtype, counts.dtype) == (torch.int64, torch.int64)
 
 
 @given(st.data(), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1.0, 0.5]))
@@ -176,12 +149,12 @@ def _examples() -> dict[str, tuple[Any, ...]]:
     }
 
 
+def test_kernels_return_what_their_transcript_shows() -> None:
+    check_transcript("kernels", partial(run_lines, "kernels", ("grid", "head", "rounding")))
+
+
 def test_every_local_kernel_has_an_example() -> None:
     assert _examples().keys() == kernels.LOCAL.keys()
-
-
-def expected_is_sparse(expected: Any) -> bool:
-    return isinstance(expected, Tensor) and expected.is_sparse
 
 
 @pytest.mark.parametrize("name", list(kernels.LOCAL))
@@ -191,5 +164,5 @@ def test_an_op_calls_its_kernel_and_its_fake_kernel_agrees(name: str) -> None:
     args = _examples()[name]
     expected = kernels.LOCAL[name](*args)
     torch.testing.assert_close(op(*args), expected, rtol=0, atol=0)
-    if not expected_is_sparse(expected):  # the op's fake values are dense, so opcheck would fail
+    if not getattr(expected, "is_sparse", False):  # the op's fake values are dense, so opcheck would fail
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

@@ -49,6 +49,12 @@ def test_every_class_of_torchs_has_been_asked() -> None:
     assert asked == ELEMENT_WISE
 
 
+class Derived(SGD):
+    """A user's own optimizer, about which nothing is known."""
+
+    element_wise = True
+
+
 @pytest.mark.parametrize("row_updates", ["exact", "lazy"])
 @pytest.mark.parametrize(
     ("definition", "group"),
@@ -57,6 +63,7 @@ def test_every_class_of_torchs_has_been_asked() -> None:
         (Definition(Adam, {"differentiable": True}), {}),
         (Definition(AdamW, {"capturable": True}), {}),
         (Definition(SGD), {"lr": torch.tensor(0.1, requires_grad=True)}),
+        (Definition(Derived), {}),
         (Definition(SGD, {"momentum": 0.9, "dampening": 0.5}), {}),  # torch does not dampen a row's first gradient
     ],
     ids=str,
@@ -65,17 +72,6 @@ def test_what_no_step_of_some_rows_can_honour_is_swept(
     definition: Definition, group: dict[str, object], row_updates: RowUpdates
 ) -> None:
     assert way(definition, row_updates, **group) == "sweep"
-
-
-class Derived(SGD):
-    """A user's own optimizer, about which nothing is known."""
-
-    element_wise = True
-
-
-@pytest.mark.parametrize("row_updates", ["exact", "lazy"])
-def test_a_class_of_ones_own_sweeps(row_updates: RowUpdates) -> None:
-    assert way(Definition(Derived), row_updates) == "sweep"
 
 
 @pytest.mark.parametrize(

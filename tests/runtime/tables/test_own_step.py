@@ -1,7 +1,8 @@
-"""An optimizer's own step over other tensors: what others see of the optimizer meanwhile, and what is left of it."""
+"""An optimizer's own step over other tensors, what others see of the optimizer meanwhile; and tables step by step."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import SGD
 
 from embrace_fx.runtime.tables.own_step import step_tensor
+from tests.support.golden import check_transcript, run_lines
 
 
 class Watched(SGD):
@@ -40,3 +42,8 @@ def test_the_optimizer_is_as_it_was_while_its_step_is_taken_over_other_tensors()
     assert not optimizer.state
     assert optimizer.taken == 1
     hook.remove()
+
+
+def test_tables_do_what_their_transcript_shows() -> None:
+    modules = ("own_step", "row_store", "gradient_storage", "history", "layouts", "model_state", "pending_parameters")
+    check_transcript("tables", partial(run_lines, "tables", (*modules, "placement", "shard_layout", "table")))

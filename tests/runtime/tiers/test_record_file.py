@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from embrace_fx.runtime.tiers.initial import normal_rows
 from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
 from embrace_fx.runtime.tiers.record_log import RecordLog
 from embrace_fx.runtime.tiers.records import Column, Records
+from tests.support.golden import check_transcript, run_lines
 
 RECORDS = Records({"weights": Column((10,), torch.float32)})
 ROWS = torch.tensor([2, 3, 4, 900])
@@ -39,14 +41,6 @@ def put(file: RecordFile) -> None:
     file.write(ROWS, records())
 
 
-def test_records_come_back(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    put(file)
-    assert torch.equal(file.read(ROWS, ROWS), records())
-    assert torch.equal(file.read(ROWS[1:2], ROWS[1:2]), records()[1:2])
-    assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"
-
-
 @pytest.mark.parametrize("damage", [b"\0" * 4, b"\xff" * 4], ids=["zeros", "ones"])
 def test_changed_byte_is_an_error_that_names_the_row(damage: bytes, tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
@@ -63,15 +57,7 @@ def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
     os.pwrite(file.descriptor, os.pread(file.descriptor, 56, 2 * 56), 3 * 56)
     with pytest.raises(TierError, match="row 3 of t has changed in its file"):
         file.read(ROWS, ROWS)
-
-
-def test_numbers_are_taken_in_runs_and_blocks_are_taken_again() -> None:
-    log = RecordLog(records=100, at_once=8, block=4)
-    assert log.take_numbers(torch.arange(6)).tolist() == [*range(6)]
-    assert log.take_numbers(torch.arange(7)).tolist() == [*range(6, 13)]
-    log.free_numbers(torch.tensor([4, 5, 6, 7, 8]))
-    assert log.emptiest_block() == range(8, 12)
-    assert log.take_numbers(torch.arange(5)).tolist() == [*range(13, 16), 4, 5]
+    assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"
 
 
 def test_blocks_are_emptied_before_the_file_is_full() -> None:
@@ -106,14 +92,6 @@ def test_records_that_a_disk_has_to_be_waited_for_are_left(tmp_path: Path) -> No
     assert torch.equal(file.read(some, some), written[some])
 
 
-def test_wrong_records_are_left(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    put(file)
-    os.pwrite(file.descriptor, b"?", 3 * 56 + 28)
-    assert file.read_cached(ROWS, ROWS) is None
-    assert file.read_cached(ROWS[2:], ROWS[2:]) is not None
-
-
 def test_file_cut_short_is_an_error(tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
     put(file)
@@ -141,3 +119,8 @@ def test_first_values_are_normal_and_do_not_depend_on_their_company() -> None:
     assert abs(float(torch.corrcoef(rows.t())[0, 1])) < 0.06
     assert torch.equal(normal_rows(torch.tensor([7, 1999]), range(3, 5), 8, 5, torch.float64), rows[[7, 1999], 3:5])
     assert not torch.equal(normal_rows(torch.tensor([7]), range(8), 8, 6, torch.float64), rows[7:8])
+
+
+def test_bookkeeping_does_what_its_transcript_shows() -> None:
+    modules = ("budget", "eviction_policy", "initial", "record_file", "record_log", "records", "working_set")
+    check_transcript("tiers", partial(run_lines, "tiers", modules))
