@@ -42,12 +42,13 @@ class Parts:
         return nn.Parameter(TableShard(LocalStorage(layout.cut(whole).clone()), layout), requires_grad=False)  # type: ignore[return-value]
 
     def gradient(self, whole: Tensor) -> TableShard:
-        """Returns the shard of a sparse gradient."""
+        """Returns the shard of a gradient that is stored as its nonzero rows, with two gradients of each."""
         layout = self._of(whole)
         local = layout.cut(whole).contiguous()
         held = GradientStorage(local, layout)
-        ids = torch.arange(local.shape[0])
-        held.add_rows(ids, local.clone())
+        ids = layout.cut(whole.any(1, keepdim=True).expand_as(whole)).any(1).nonzero().view(-1)
+        for order in (ids, ids.flip(0)):
+            held.add_rows(order, local[order] / 2)
         return TableShard(held, layout, "the gradient of ")
 
     def state(self, whole: Tensor) -> TableShard:

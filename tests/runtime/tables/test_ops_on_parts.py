@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -16,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.vocabulary.plan import Grid
+from tests.support.golden import check_transcript
 from tests.support.parts import Parts, Shown, asked, differs
 from tests.support.ranks import run_ranks
 
@@ -30,7 +33,7 @@ _SAMPLES, _LOOKED_AT = 4, 40
 
 
 def _table() -> Tensor:
-    return torch.randn((6, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return torch.randn((7, 5), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 def _ops(share: int, of: int) -> Listed:
@@ -83,7 +86,7 @@ def _call(call: Callable[..., Any], leaves: list[Any], structure: Any, place: in
 def _methods(share: int, of: int) -> Listed:
     """A share of the methods of a tensor, each with arguments that some of them take."""
     arguments: list[tuple[Any, ...]] = [(), (0,), (1,), (2.0,), (0, 1), (_table(),), (torch.tensor([1, 3]),)]
-    arguments += [((6, 5),), (0, torch.tensor([1, 3])), (torch.float32,), (0, torch.tensor([1, 3]), 2.0), ([2, 3], 1)]
+    arguments += [((7, 5),), (0, torch.tensor([1, 3])), (torch.float32,), (0, torch.tensor([1, 3]), 2.0), ([2, 3], 1)]
     names = [name for name in dir(Tensor) if callable(getattr(Tensor, name)) and name not in _NOT_ASKED]
     for name in names[share::of]:
         for k, given in enumerate(arguments):
@@ -150,17 +153,47 @@ def test_a_method_of_a_part_is_of_the_whole_or_refused(kind: str) -> None:
         assert not wrong
 
 
-def _on_a_grid(rank: int, world_size: int) -> list[str]:
-    parts, wrong = Parts(Grid(2, 1)), []
-    for deed in (lambda t: t * _table()[:, :1], lambda t: t * _table(), lambda t: t.cumsum(0).mul_(2.0)):
-        expected, found = (asked(partial(make, _table()), deed) for make in (torch.clone, parts.parameter))
-        wrong.append(differs(found, expected))
-    parts.close()
-    return wrong
+def _answers(rank: int, world_size: int, questions: list[str]) -> list[str]:
+    """Returns how the value of each expression, and what it has written, differ from those of whole tensors."""
+    answers, columns, rows = [], Parts(), Parts(Grid(2, 1))
+    of_whole: dict[str, Any] = dict.fromkeys("tprsghk", torch.clone)
+    of_parts: dict[str, Any] = {**dict.fromkeys("tp", columns.parameter), **dict.fromkeys("rs", rows.parameter)}
+    of_parts |= {**dict.fromkeys("gh", columns.gradient), "k": rows.gradient}
+    for question in questions:
+        whole, found = (
+            asked(partial(_operands, question, of), partial(_evaluate, question)) for of in (of_whole, of_parts)
+        )
+        if whole[0] == found[0] == "answer":
+            answers.append(differs(found[1], whole[1]))
+        else:
+            answers.append("" if whole[0] == found[0] else str(found[1]).split(",")[0])
+    columns.close()
+    rows.close()
+    return answers
 
 
-def test_rows_are_multiplied_by_those_of_a_whole_tensor_and_results_are_written() -> None:
-    assert run_ranks(2, _on_a_grid) == [["", "", ""]] * 2
+def _operands(question: str, make: dict[str, Callable[[Tensor], Any]]) -> dict[str, Any]:
+    values, some = _table(), _table().flip(0) * torch.tensor([1.0, 0, 0, 1, 1, 0, 1])[:, None]
+    wholes = {"t": values, "r": values, "p": some, "s": some, "g": some, "k": some, "h": some.flip(0)}
+    return {name: make[name](whole) for name, whole in wholes.items() if re.search(rf"\b{name}\b", question)}
+
+
+def _evaluate(question: str, operands: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    names = {"ids": torch.tensor([5, 0, 5, -2]), "at": torch.tensor([5, 0, 2]), "cols": torch.tensor([4, 1, -5, 2])}
+    found = eval(question, {"torch": torch, "math": math, "w": _table() + 0.1, **names}, operands)
+    if "_(" not in question and "out=" not in question:
+        operands.clear()  # nothing has been written
+    return found
+
+
+def test_ops_on_parts_are_of_the_whole_or_refused_as_their_transcript_shows() -> None:
+    def on_all_ranks(questions: list[str]) -> list[str]:
+        return [
+            " on rank 0, ".join(dict.fromkeys(each)) for each in zip(*run_ranks(2, _answers, questions), strict=True)
+        ]
+
+    check_transcript("ops_on_parts", on_all_ranks)
 
 
 def _norms_reduced(rank: int, world_size: int) -> int:
