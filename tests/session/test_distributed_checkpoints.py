@@ -137,15 +137,15 @@ class Peak:
         return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
 
-def large(seed: int) -> Scorer:
+def large(seed: int, rows: int, width: int) -> Scorer:
     """Returns a model that consists almost entirely of one table."""
     torch.manual_seed(seed)
-    return Scorer(ROWS, WIDTH)
+    return Scorer(rows, width)
 
 
-def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]:
+def export_and_import(rank: int, ranks: int, directory: Path, rows: int, width: int) -> tuple[int, int]:
     """Returns how much memory an export takes, and how much an import takes."""
-    plain = large(seed=1 + rank)
+    plain = large(1 + rank, rows, width)
     optimizer: Any = SGD(plain.parameters(), lr=0.1, momentum=0.9)
     model = embrace_fx.compile(plain, optimizer=optimizer, strategy={"words.weight": "alltoall"})
     take_steps(model, optimizer, [(torch.arange(5) + 7 * step + rank,) for step in range(2)])
@@ -164,19 +164,25 @@ def export_and_import(rank: int, ranks: int, directory: Path) -> tuple[int, int]
     del expected, state, written, of_optimizer
     gc.collect()
     with Peak() as importing:
-        model.load_state_dict(torch.load(directory / "plain.pt", mmap=True))
+        model.load_state_dict(torch.load(directory.parent / "plain.pt", mmap=True))
         optimizer.load_state_dict(torch.load(directory / "optimizer.pt", mmap=True))
     found = model.full_state_dict()
-    plainly = torch.load(directory / "plain.pt")
+    plainly = torch.load(directory.parent / "plain.pt")
     assert all(torch.equal(found[name], value) for name, value in plainly.items())
     model(torch.arange(5)).backward()
     optimizer.step()
     return exporting.grown_bytes, importing.grown_bytes
 
 
+def test_one_file_of_everything_is_written_and_read(tmp_path: Path) -> None:
+    torch.save(large(9, 50, 5).state_dict(), tmp_path / "plain.pt")
+    run_ranks(2, export_and_import, tmp_path / "new", 50, 5)
+    assert {each.name for each in (tmp_path / "new").iterdir()} == {"trained.pt", "optimizer.pt"}
+
+
 @pytest.mark.long
 def test_one_file_of_everything_is_written_and_read_by_ranks_that_never_hold_it_whole(tmp_path: Path) -> None:
-    torch.save(large(seed=9).state_dict(), tmp_path / "plain.pt")
-    for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path):
+    torch.save(large(9, ROWS, WIDTH).state_dict(), tmp_path / "plain.pt")
+    for exporting_bytes, importing_bytes in run_ranks(2, export_and_import, tmp_path / "new", ROWS, WIDTH):
         assert exporting_bytes < 0.3 * WHOLE_BYTES
         assert importing_bytes < 0.8 * 2 * WHOLE_BYTES  # each rank loads half of the table and of its momentum

@@ -31,6 +31,7 @@ from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import build_single_process
 from embrace_fx.passes.step_memory import Storage, step_memory
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
+from embrace_fx.runtime.memory import copies
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import offloading
@@ -261,9 +262,15 @@ def test_the_rate_of_copies_is_in_milliseconds_of_the_estimates(
 ) -> None:
     """On a machine that computes in 1 ms what counts as 4 ms, each ms of a copy counts as 4 ms, too."""
     monkeypatch.setattr(offloading, "measure_pace", lambda *_: 4.0)
-    monkeypatch.setattr(FileCopies, "measure", lambda *_: (8.0, 3.0))
+    # The last of three rounds counts, in the slower direction, as do the bytes beyond the first.
+    early = (0.0, 9.0, 9.0, 0.0, 7.0, 7.0, 0.0)
+    now, steps_ms = [0.0], iter([*early, 2.0, 3.0, *early, 1003.0, 1.0])
+    monkeypatch.setattr(copies, "PROBED_BYTES", 8000)
+    monkeypatch.setattr(copies, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(FileCopies, "synchronize", lambda _: now.append(now.pop() + next(steps_ms) / 1e3))
     ranks = SimpleNamespace(check_none_failed=lambda _: None, gather=lambda own, _: [own])
     options = SimpleNamespace(spill_to=tmp_path)
     context: Any = SimpleNamespace(options=options, model=torch.nn.Linear(1, 1), communicator=ranks)
     _, rate = offloading.set_up_offloading(context, CORE)
-    assert (rate.bytes_per_ms, rate.start_ms) == (2.0, 12.0)
+    assert (rate.bytes_per_ms, rate.start_ms) == pytest.approx((2.0, 12.0))
+    assert next(steps_ms, None) is None
