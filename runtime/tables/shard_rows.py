@@ -200,8 +200,6 @@ def _read_whole_rows(part: TableShard, ids: Sequence[Tensor]) -> Tensor:
         ids: one tensor of ids for each indexed leading dimension.
     """
     layout, axes, rest = part.spread, part.spread.axes[: len(ids)], part.spread.axes[len(ids) :]
-    for each, axis in zip(ids, axes, strict=True):
-        _check_ids(each, axis)
     every, mine = layout.gather_ids(torch.stack([*ids]).flatten(1).to(part.device))
     counted = [_to_own_indices(each, axis) for each, axis in zip(every, axes, strict=True)]
     kept = [has for _, has in counted if has is not None]
