@@ -114,13 +114,10 @@ def _reduce_over_ranks(
         index = tuple(slice(0, 1) if dim in dims else axis.index for dim, axis in enumerate(layout.axes))
         whole[index] = reduce_local(local, dims).to(dtype).view(whole[index].shape)
     if dtype.is_floating_point and reduce_op != _SUM:  # MAX and MIN ignore nan, so reduce nan separately
-        no_number = whole.isnan()
-        compared = whole.masked_fill(no_number, none)
-        both = torch.stack([compared, _booleans_as_numbers(no_number, dtype, reduce_op)])
+        no_number, largest_or_least = whole.isnan(), 1 if reduce_op == _MAX else -1
+        both = torch.stack([whole.masked_fill(no_number, none), no_number.to(dtype) * largest_or_least])
         whole, flags = part.spread.reduce(both, reduce_op, asked).unbind()
-        return whole.masked_fill(
-            flags != _booleans_as_numbers(torch.zeros_like(no_number), dtype, reduce_op), float("nan")
-        )
+        return whole.masked_fill(flags != 0, float("nan"))
     return part.spread.reduce(whole, reduce_op, asked).to(narrow)
 
 
@@ -128,13 +125,6 @@ def _op_text(func: Any) -> str:
     """Returns the name of an op, for error messages."""
     name: str = func._schema.name
     return name.removeprefix("aten::").removeprefix("linalg_vector_")
-
-
-def _booleans_as_numbers(values: Tensor, dtype: torch.dtype, reduce_op: Any) -> Tensor:
-    """Converts booleans to numbers for a reduction over ranks, which does not support booleans. True becomes 1 for a
-    maximum and -1 for a minimum, so that the result is nonzero if any value is true.
-    """
-    return values.to(dtype) if reduce_op == _MAX else -values.to(dtype)
 
 
 def _transit_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -60,7 +60,7 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     leaves = flatten_call(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     if len(parts) < len(leaves) and DTensor in set(map(type, leaves)):
-        raise parts[0].refused(f"{func._schema.name.split('::')[-1]}() with a DTensor argument")
+        raise parts[0].refused(f"{func.overloadpacket.__name__}() with a DTensor argument")
     written = args[0].held if func._schema.is_mutable and isinstance(args[0], TableShard) else None
     if written is not None:
         written.check_write()

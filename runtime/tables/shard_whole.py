@@ -46,7 +46,7 @@ def run_on_gathered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
     written = [named.get(argument.name) for argument in arguments if argument.is_write]
     if _is_collective(func):
-        raise first.refused(f"the collective {func._schema.name.split('::')[-1]}()")
+        raise first.refused(f"the collective {func.overloadpacket.__name__}()")
     if any(isinstance(leaf, TableShard) for leaf in pytree.tree_leaves(written)):
         raise first.refused(func._schema.name)
     found = {key: gather_whole(part) for key, part in parts.items()}
@@ -66,7 +66,7 @@ def as_read_only(part: TableShard, result: Any, func: Any) -> Any:
         part: the gathered shard, for the error message.
         func: the op, for the error message.
     """
-    refusal = str(part.refused(f"a write into the result of {func._schema.name.split('::')[-1]}()"))
+    refusal = str(part.refused(f"a write into the result of {func.overloadpacket.__name__}()"))
 
     def wrap(copy: Tensor) -> TableShard:
         """Wraps one copy as read-only."""
