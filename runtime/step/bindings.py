@@ -48,9 +48,9 @@ class Bindings:
         buckets: tuple[tuple[str, ...], ...] | None,
         flow: CommPipeline,
         links: Cluster,
-        copies: Copies | None = None,
+        copies: Copies | None,
         *,
-        keeps_buckets: bool = False,
+        keeps_buckets: bool,
     ) -> None:
         self._state, self._spaces = state, graph.spaces
         self._keeps_buckets, self._copies = keeps_buckets, copies

@@ -31,18 +31,19 @@ from embrace_fx.vocabulary.graph import (
 
 def delivered(roles: Sequence[OutputRole]) -> list[str]:
     """Returns the names of the parameters that get a gradient from a backward whose outputs have these roles."""
-    found: dict[str, None] = {}
-    for role in roles:
-        match role:
-            case Gradient(Parameter(name)):
-                found[name] = None
-            case PendingGradients(_, names):
-                found |= dict.fromkeys(names)
-            case GradientOfShard(name):
-                found[name] = None
-            case GradientOfRows() | PendingRows():
-                found |= dict.fromkeys(role.tables)
-    return list(found)
+    return [*dict.fromkeys(name for role in roles for name in _parameters_of(role))]
+
+
+def _parameters_of(role: OutputRole) -> Sequence[str]:
+    """Returns the names of the parameters that get a gradient from an output with this role."""
+    match role:
+        case Gradient(Parameter(name)) | GradientOfShard(name):
+            return [name]
+        case PendingGradients(_, names):
+            return names
+        case GradientOfRows() | PendingRows():
+            return role.tables
+    return ()
 
 
 class _SortedOutputs:

@@ -28,15 +28,14 @@ def has_node_hooks(parameter: nn.Parameter) -> bool:
 
     Hooks that another compiled model with the same parameter has added do not count.
     """
-    # `torch.distributed.optim` sets this attribute for optimizers that step in the backward.
-    if getattr(parameter, "_in_backward_optimizers", None):
-        return True
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     handle: Any = node.register_hook(lambda *_: None)  # a handle gives access to the dict of all hooks of the node
     hooks = handle.hooks_dict_ref()
     handle.remove()
-    return not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
+    # `torch.distributed.optim` sets this attribute for optimizers that step in the backward.
+    steps = bool(getattr(parameter, "_in_backward_optimizers", None))
+    return steps or not all(isinstance(hook, NodeHook) for hook in (hooks or {}).values())
 
 
 def run_tensor_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

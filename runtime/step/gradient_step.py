@@ -35,7 +35,6 @@ class GradientStep(Step):
         self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
         self._failure: Exception | None = None
-        self._of_results = True
         self._reduced: set[str] = set()  # parameters whose gradients earlier backwards of the results have reduced
         self._opened: OpenedBackward | None = None
         self._sent: StreamingBackward | None = None  # sends gradients as they arrive, or None to send them at the end

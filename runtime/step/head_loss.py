@@ -51,8 +51,8 @@ class LossArguments:
     communicator: Communicator
     reduction: int
     ignore_index: int
-    weight: Tensor | None = None
-    smoothing: float = 0.0
+    weight: Tensor | None
+    smoothing: float
 
 
 class HeadLoss(torch.autograd.Function):

@@ -51,9 +51,6 @@ class MissingLaunches:
 
     Args:
         flow: the pipeline whose launcher makes the launches.
-
-    Attributes:
-        on_the_spot: whether the phase makes some launches immediately, without the launcher.
     """
 
     def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
@@ -61,8 +58,11 @@ class MissingLaunches:
         self._flow = flow
         self._launches: list[_RegisteredLaunch] = []
         self._names: set[str] = set()  # names of saved values
-        self.on_the_spot = False
-        self._made = 0  # count of launches made without a launcher in this run of the phase
+
+    @property
+    def on_the_spot(self) -> bool:
+        """Whether the phase makes some launches immediately, without the launcher."""
+        return any(each.id is None for each in self._launches)
 
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a graph node if it launches a collective. Returns the function that must run the node: `call`, or a
@@ -76,7 +76,6 @@ class MissingLaunches:
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
         launch = self._flow.launcher.launch_of(node)
-        self.on_the_spot |= launch is None
         self._launches.append(_RegisteredLaunch(op, launch, call, arguments, like))
         return call if launch is not None else self._counting(call)
 
@@ -95,12 +94,8 @@ class MissingLaunches:
         """Begins a phase. Returns the part of the saved `values` that is needed to make the phase's launches if it
         fails.
         """
-        self._made = 0
-        found = Values()
-        for name in self._names:
-            if name in values:
-                found[name] = values[name]
-        return found
+        self._made = 0  # count of launches made without a launcher in this run of the phase
+        return {name: values[name] for name in self._names if name in values}
 
     def submit(self, values: Values) -> None:
         """Makes the launches that the failed phase has not made. Waits for launches that are made without the launcher.

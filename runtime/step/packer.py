@@ -20,7 +20,7 @@ class Packer:
             zero newly allocated memory. On a device, the allocator keeps memory by itself.
     """
 
-    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool = False) -> None:
+    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool) -> None:
         self._state = state
         self._names = names
         self._scales = scales

@@ -100,15 +100,15 @@ class Program:
         buckets: tuple[tuple[str, ...], ...] | None,
         result_constants: Mapping[int, Any],
         flow: CommPipeline,
-        head: Callable[[Sequence[Any]], HandshakeMessage] = lambda leaves: HandshakeMessage(),
+        head: Callable[[Sequence[Any]], HandshakeMessage],
         *,
-        scores_nothing: Callable[[Sequence[Any]], bool] = lambda leaves: False,
-        share_buffers: Callable[[], None] | None = None,
+        scores_nothing: Callable[[Sequence[Any]], bool],
+        share_buffers: Callable[[], None] | None,
         links: Cluster,
-        regions: RegionCompiler | None = None,
-        variants: Callable[[StepVariant], TrainingGraph] | None = None,
-        copies: Copies | None = None,
-        of_gradients: bool = False,
+        regions: RegionCompiler | None,
+        variants: Callable[[StepVariant], TrainingGraph] | None,
+        copies: Copies | None,
+        of_gradients: bool,
     ) -> None:
         self.variants = variants
         self._of_gradients = of_gradients
@@ -236,11 +236,12 @@ class Program:
         self._saved_read = sorted(after_forward)
         self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
 
-    def drop_unread(self, values: Values, phase: Literal["ids", "forward"]) -> None:
-        """Removes saved values that no phase after `phase` reads. Does nothing if steps overlap."""
-        if not self.overlaps_steps:
-            for name in values.keys() - self._read_after[phase]:
-                del values[name]
+    def read_after(self, phase: Literal["ids", "forward"], values: Values) -> Values:
+        """Returns the saved values that a phase after `phase` reads, or all of them if steps overlap."""
+        if self.overlaps_steps:
+            return values
+        read = self._read_after[phase]
+        return {name: value for name, value in values.items() if name in read}
 
     def snapshot_reads(self, leaves: Sequence[Any], values: Values) -> VersionSnapshot:
         """Returns a snapshot of the tensors that the backward reads, to detect writes."""
@@ -254,11 +255,6 @@ class Program:
         names = {storage_id(leaf): "a tensor of the batch" for leaf in leaves if isinstance(leaf, Tensor)}
         names |= {storage_id(self.state.parameter(name)): name for name in self.state.names}
         return ", ".join(dict.fromkeys(names.get(storage_id(tensor), "a result") for tensor in written))
-
-    @property
-    def result_count(self) -> int:
-        """The number of the model's flattened results, constants included."""
-        return len(self.results) + len(self.constants)
 
 
 def _is_computed_with(node: fx.Node) -> bool:

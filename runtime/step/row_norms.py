@@ -50,8 +50,8 @@ class _RowNorms:
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder
-        self._began, self._recording = recorder.clock.now(), recorder.recording
-        self._window = -1 if self._recording is None else self._recording.window
+        recording = recorder.recording
+        self._began = None if recording is None else (recording.window, recorder.clock.now())
         travels = communicator.world_size > 1 and squares.numel()
         self._launched = communicator.all_reduce_(squares, "sum", "dense") if travels else None
 
@@ -61,8 +61,9 @@ class _RowNorms:
             self._launched = None
             with self._recorder.waiting(ROW_NORMS):
                 self._squares = self._communicator.wait(launched, str(ROW_NORMS))
-            if self._recording is not None:
+            if self._began is not None:
+                window, began_s = self._began
                 sent_bytes = cost.all_reduce(self._squares.nbytes, self._communicator.world_size).sent_bytes
                 now = self._recorder.clock.now()
-                self._recorder.record_transfer(Transfer(ROW_NORMS, self._window, sent_bytes, self._began, now))
+                self._recorder.record_transfer(Transfer(ROW_NORMS, window, sent_bytes, began_s, now))
         return self._squares[rows].to(dtype)

@@ -48,7 +48,7 @@ class Runnable:
     run: Phase
     sources: tuple[tuple[int, Any], ...]
     roles: tuple[OutputRole, ...]
-    last: bool = False
+    last: bool
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         arguments: list[Any] = []
@@ -128,9 +128,7 @@ def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Val
     Args:
         roles: the role of each output.
     """
-    for role, value in zip(roles, outputs, strict=True):
-        if isinstance(role, Saved):
-            values[role.name] = value
+    values |= {role.name: value for role, value in zip(roles, outputs, strict=True) if isinstance(role, Saved)}
 
 
 def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:

@@ -53,15 +53,11 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
         following: the next batch, or None if it is not known.
     """
     tensors = _run_and_unpack(program, Step(program, leaves, following), leaves, train)
-    results: list[Any] = [None] * program.result_count
-    for index, value in program.constants.items():
-        results[index] = value
-    for index, value in zip(program.results, tensors, strict=True):
-        promise = program.promised.get(index)
-        if promise is not None:
-            value = Logits(value, LogitsSource.of_call(promise, program.state, program.communicator, trains=train))
-        results[index] = value
-    return results
+    results = program.constants | dict(zip(program.results, tensors, strict=True))
+    for index, promise in program.promised.items():
+        source = LogitsSource.of_call(promise, program.state, program.communicator, trains=train)
+        results[index] = Logits(results[index], source)
+    return [results[index] for index in range(len(results))]
 
 
 def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
@@ -108,7 +104,6 @@ class Step:
         self._leaves = leaves
         self._following = following
         self.anchor: Any = None  # an input whose autograd node every backward of this call reaches
-        self._announced = 0  # how many steps were announced, including this call
         # Parameters with gradients from `no_sync`, which are reduced even if this backward does not reach them.
         self.unreduced: Collection[str] = program.state.unreduced
         self._values: Values | None = None
@@ -123,7 +118,7 @@ class Step:
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
-        self._announced = program.communicator.progress.step
+        self._announced = program.communicator.progress.step  # how many steps were announced, including this call
         forward = program.phase(variant)
         if program.share_buffers is not None:
             program.share_buffers()
@@ -132,9 +127,8 @@ class Step:
         outputs = self._run_forward(forward, values)
         results = [value for role, value in zip(forward.run.roles, outputs, strict=True) if isinstance(role, Result)]
         store_saved(forward.run.roles, outputs, values)
-        program.drop_unread(values, "forward")
+        self._values = values = program.read_after("forward", values)
         program.flow.recorder.end_forward()
-        self._values = values
         results, made = writable_results(results, program.differentiable_places)
         self._results = [r.detach() if isinstance(r, Tensor) else r for r in results]
         self._read_again = self._snapshot_reads(values, results, made)
@@ -187,10 +181,9 @@ class Step:
         if not program.announces:
             program.announcements.announce_step(())
         program.ids.run_and_save(self._leaves, values)
-        program.drop_unread(values, "ids")
         program.flow.after_announcement()
         program.flow.begin_plain_forward()
-        return values, ForwardVariant()
+        return program.read_after("ids", values), ForwardVariant()
 
     def backward(
         self, tangents: Sequence[Tensor | None], *, for_parameters: bool, twice: bool = False, keeps: bool = False
@@ -218,9 +211,8 @@ class Step:
         kept = (values.copy(), self._read_again) if keeps else None
         self._ended = SECOND if for_parameters else FREED
         assert program.has_backward
-        given: tuple[int, ...] = ()
-        for index, tangent in zip(program.results, tangents, strict=True):
-            given = (*given, index) if tangent is not None else given
+        of_results = zip(program.results, tangents, strict=True)
+        given = tuple([index for index, tangent in of_results if tangent is not None])
         state = program.state
         used = program.used.words(given, self.unreduced)
         if state.hooked:
@@ -449,8 +441,8 @@ class Step:
             roles, outputs: the outputs of the backward, and the role of each.
         """
         wanted = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        found: dict[int, Tensor] = {}
-        for role, value in zip(roles, outputs, strict=True) if wanted else ():
-            if isinstance(role, Gradient) and isinstance(role.of, BatchInput):
-                found[role.of.index] = value
+        if not wanted:
+            return []
+        gradients = [(role.of, value) for role, value in zip(roles, outputs, strict=True) if isinstance(role, Gradient)]
+        found = {of.index: value for of, value in gradients if isinstance(of, BatchInput)}
         return [*map(found.get, wanted)]

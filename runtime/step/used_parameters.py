@@ -48,10 +48,7 @@ class UsedParameters:
         self._place = {name: divmod(k, self._per_word) for k, name in enumerate(shared)}
         self._delivered = tuple(name for name in delivered if name not in local)
         self._local = frozenset(delivered).intersection(local)
-        groups: dict[frozenset[int], list[str]] = {}
-        for name, sources in behind.items():
-            groups.setdefault(sources, []).append(name)
-        self._groups = [(sources, tuple(members)) for sources, members in groups.items()]
+        self._behind = behind
         self._words: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._absent: dict[tuple[int, ...], frozenset[str]] = {}
 
@@ -83,7 +80,10 @@ class UsedParameters:
             counts: the sums over ranks of `words`.
         """
         found = self._absent.get(counts)
-        return _remember(self._absent, counts, self._find_absent(counts)) if found is None else found
+        if found is None:
+            unreached = frozenset(name for name in self._delivered if not self._is_reached(name, counts))
+            found = _remember(self._absent, counts, unreached)
+        return found
 
     def reached_by_any(self, counts: tuple[int, ...]) -> list[str]:
         """Returns the parameters that at least one rank's backward reaches.
@@ -91,14 +91,17 @@ class UsedParameters:
         Args:
             counts: the sums over ranks of `words`.
         """
-        mask = (1 << self._field) - 1
-        places = self._place.items() if counts else ()
-        return [name for name, (word, field) in places if counts[word] >> field * self._field & mask]
+        return [name for name in self._place if self._is_reached(name, counts)] if counts else []
+
+    def _is_reached(self, name: str, counts: tuple[int, ...]) -> bool:
+        """Returns whether any rank's backward reaches a parameter. `counts` are the sums over ranks of `words`."""
+        word, field = self._place[name]
+        return bool(counts[word] >> field * self._field & (1 << self._field) - 1)
 
     def _reached(self, given: tuple[int, ...]) -> set[str]:
         """Returns the names of the parameters that a backward reaches from the results with these indices."""
         starts = frozenset(given)
-        return {name for sources, members in self._groups if not starts.isdisjoint(sources) for name in members}
+        return {name for name, sources in self._behind.items() if not starts.isdisjoint(sources)}
 
     def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
         """Returns integers with a field of a few bits for each parameter. The field is 1 if the parameter is in
@@ -110,16 +113,6 @@ class UsedParameters:
                 word, field = self._place[name]
                 words[word] += 1 << field * self._field
         return tuple(words)
-
-    def _find_absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches.
-
-        Args:
-            counts: the sums over ranks of `words`.
-        """
-        mask = (1 << self._field) - 1
-        places = ((name, *self._place[name]) for name in self._delivered)
-        return frozenset(name for name, word, field in places if not counts[word] >> field * self._field & mask)
 
 
 def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
