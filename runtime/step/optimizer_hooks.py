@@ -170,7 +170,7 @@ class OptimizerHooks:
             last.restore(raised=True)
         self.recorder.mark(OWN_CODE)
         found: tuple[Any, ...] | None = None
-        closure = find_closure(args, kwargs) if kwargs or args[1:] else None
+        closure = find_closure(args, kwargs)
         if closure is None and self._state.awaiting_backward:
             _refuse_without_gradients(optimizer)
         elif closure is not None and not isinstance(closure, MeanLoss):
@@ -323,14 +323,14 @@ class OptimizerHooks:
         """Returns whether an optimizer's update may be left to the next forward. The optimizer must be of a known
         class, must not handle a `GradScaler` itself, and must not have hooks of the user.
         """
-        if type(optimizer) not in (*ELEMENT_WISE, RowWiseAdagrad):
-            return False  # other optimizers may write into their groups while they step
-        # A GradScaler lets this step unscale the gradients or skip the update, so the step must run now.
-        if optimizer.__dict__.get("found_inf") is not None:
-            return False
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
-        return all(map(hasattr, hooks, repeat("optimizer_hooks")))
+        return (
+            type(optimizer) in (*ELEMENT_WISE, RowWiseAdagrad)  # others may write into their groups while they step
+            # A GradScaler lets this step unscale the gradients or skip the update, so the step must run now.
+            and optimizer.__dict__.get("found_inf") is None
+            and all(map(hasattr, hooks, repeat("optimizer_hooks")))
+        )
 
     def _exchanges_of(self, tables: Sequence[Member]) -> list[RowExchange]:
         """Returns the objects that exchange these tables' rows and gradients, without duplicates."""
@@ -341,7 +341,7 @@ class OptimizerHooks:
         """Runs after an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and
         buckets.
         """
-        if (kwargs or args[1:]) and isinstance(closure := find_closure(args, kwargs), MeanLoss):
+        if isinstance(closure := find_closure(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
         if step is None:  # the hook has run already, after the base class's step that this step has called
@@ -394,8 +394,9 @@ class OptimizerHooks:
         exchanges = tuple(self._flow.exchanges.values())
         alone = [[t for t in exchange.table.members if t in step.rows] for exchange in exchanges] or [step.rows]
         for k, tables in enumerate(alone):
-            found += [(table.begin_step(), table.open_gradient().rows()) for table in tables]
-            at_once += [rule for rule, _ in found[len(found) - len(tables) :]]
+            now = [(table.begin_step(), table.open_gradient().rows()) for table in tables]
+            found += now
+            at_once += [rule for rule, _ in now]
             if exchanges and exchanges[k] in step.late:
                 exchanges[k].record_step(moved_all=exchanges[k].gradient.begin_step().moves_all)
                 found.append(exchanges[k].gradient.with_rows())

@@ -22,11 +22,11 @@ class Deciding(SGD):
     """Steps twice if the loss is large, on which all ranks must agree."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None, more: float = 1.0) -> Any:
+    def step(self, closure: Any, large: float) -> Any:  # type: ignore[override]
         with torch.enable_grad():
             loss = closure()
         super().step()
-        if float(loss) > 0.5:
+        if float(loss) > large:
             super().step()
         return loss
 
@@ -48,7 +48,7 @@ NO_NUMBERS = ("pair", "dict", "None")
 
 def _calls(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     if isinstance(optimizer, Deciding):
-        return optimizer.step(closure, more=2.0)  # other arguments are passed on, too
+        return optimizer.step(closure, 0.5)  # other arguments are passed on, too
     return optimizer.step(closure=closure)
 
 
