@@ -305,7 +305,6 @@ class Buckets:
         self.all = [Bucket(names, parameters, launcher) for names in buckets]
         self._submitted: dict[OperationId, Ticket] = {}  # submitted chunks of this window that no bucket has taken over
         self._stood_in = False  # whether any `.grad` has been a pending gradient
-        self._any_sparse = False  # whether any gradient was sparse
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -319,13 +318,13 @@ class Buckets:
         has a sparse exchange, submits that instead. Returns the ticket to wait for.
         """
         exchange = self._exchanges.get(self._number[launch.what])
-        part = flat if flat.is_sparse or length == flat.numel() else flat[start : start + length]
+        part = flat if flat.is_sparse else flat.narrow(0, start, length)
         if exchange is not None:
             return self._launcher.submit(launch, lambda: exchange(part, str(launch)), 0)
         return self._launcher.submit(
             launch,
             lambda: self._communicator.all_reduce_(part, "sum", LANE_GROUP[launch.lane]),
-            cost.all_reduce(part.numel() * part.element_size(), self._communicator.world_size).sent_bytes,
+            cost.all_reduce(part.nbytes, self._communicator.world_size).sent_bytes,
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
@@ -358,7 +357,6 @@ class Buckets:
         forward.
         """
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
-        self._any_sparse |= flat.is_sparse
         self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
@@ -370,10 +368,8 @@ class Buckets:
             absent: parameters that get no gradient from this backward.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
-        summed = False
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                summed |= parameter.grad is not None and id(parameter) not in without
+        given = [p for bucket in buckets for p in bucket.parameters if id(p) not in without]
+        summed = any(parameter.grad is not None for parameter in given)
         self._stood_in |= bool(buckets) and not summed
         for bucket in buckets:
             if not summed:
@@ -387,10 +383,7 @@ class Buckets:
     @property
     def pending_parameters(self) -> list[nn.Parameter]:
         """The parameters whose update has not been applied yet."""
-        found: list[nn.Parameter] = []
-        for bucket in self.all:
-            found += bucket.stepped.values()
-        return found
+        return [parameter for bucket in self.all for parameter in bucket.stepped.values()]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -413,7 +406,7 @@ class Buckets:
             return {}
         bucket_of = {id(bucket.late): bucket for bucket in self.all if bucket.late is not None}
         hidden: dict[int, tuple[nn.Parameter, Tensor, Bucket]] = {}
-        may_step, takes_any = True, not self._any_sparse or accepts_sparse(optimizer)
+        may_step, takes_any = True, accepts_sparse(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = None if id(parameter) in tables else parameter.grad

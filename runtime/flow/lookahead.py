@@ -151,19 +151,10 @@ class Lookahead:
         coming, coming_spec = _flatten(self._further[-1]) if is_farther else self._coming_flat
         if spec is not coming_spec and spec != coming_spec:
             return None
-        position: dict[int, int] = {}
-        for k, leaf in enumerate(current):
-            if isinstance(leaf, Tensor):
-                position.setdefault(id(leaf), k)
-        found: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                found.append(leaf)
-            elif id(leaf) in position:
-                found.append(coming[position[id(leaf)]])
-            else:
-                return None
-        return found
+        next_of = {id(old): new for old, new in zip(current, coming, strict=True) if isinstance(old, Tensor)}
+        if any(isinstance(leaf, Tensor) and id(leaf) not in next_of for leaf in leaves):
+            return None
+        return [next_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 _NOTHING = pytree.tree_flatten(None)

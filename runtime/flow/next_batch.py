@@ -357,13 +357,14 @@ def announce_batch(
     state = found * _FOUND + (not queue.was_in_order()) * _OVERTOOK + queue.shares_device * _SHARES
     own = [state, *now, *(coming or [-1] * len(now))]
     everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
-    all_found, any_state, read, coming_rows = _FOUND, 0, list[tuple[int, ...]](), list[tuple[int, ...]]()
-    for row in everyone:
-        all_found, any_state = all_found & row[0], any_state | row[0]
-        read.append(row[1 : 1 + len(now)])
-        coming_rows.append(row[1 + len(now) :])
-    overtook, shares = bool(any_state & _OVERTOOK), bool(any_state & _SHARES)
-    return HandshakeResult(bool(all_found), overtook, shares, read, coming_rows)
+    states, end = [row[0] for row in everyone], 1 + len(now)
+    return HandshakeResult(
+        all(state & _FOUND for state in states),
+        any(state & _OVERTOOK for state in states),
+        any(state & _SHARES for state in states),
+        [row[1:end] for row in everyone],
+        [row[end:] for row in everyone],
+    )
 
 
 def read_batch(

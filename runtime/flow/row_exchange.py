@@ -66,7 +66,7 @@ class RowExchange:
         launcher: Launcher,
         delayed_chunks: int,
         *,
-        overlaps: bool = True,
+        overlaps: bool,
     ) -> None:
         self.table, self.overlaps = table, overlaps
         self._communicator = communicator
@@ -137,10 +137,8 @@ class RowExchange:
         not in flight because no rows were sent early, returns an empty tensor.
         """
         self._recorder.pause_segment()
-        for ticket, _ in self.sent:
-            if ticket.id == launch:
-                return self._launcher.wait(ticket)
-        return ids.new_empty((0,), dtype=dtype)
+        ticket = next((ticket for ticket, _ in self.sent if ticket.id == launch), None)
+        return ids.new_empty((0,), dtype=dtype) if ticket is None else self._launcher.wait(ticket)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
         """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,).

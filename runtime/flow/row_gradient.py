@@ -93,7 +93,6 @@ class RowGradient(PendingUpdate):
         self.parts: dict[OperationId, SentRows] = {}
         self.step: SparseUpdate | None = None
         self._late: GradientFuture[Sequence[Rows]] | None = None  # the future to which `.grad` refers after `deliver`
-        self._sums = SumOptions(local.dtype, 0, (), 1.0)
 
     # -- from its backward ---------------------------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class RowGradient(PendingUpdate):
             (flat.numel() - kept) * flat.element_size(),
         )
 
-    def deliver(self, absent: Collection[str] = (), *, unreduced: bool = False) -> None:
+    def deliver(self, absent: Collection[str], *, unreduced: bool) -> None:
         """Sets the `.grad` of the table's parameters to this gradient, or adds it to a gradient that is already there.
 
         Args:
