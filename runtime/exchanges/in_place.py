@@ -102,10 +102,8 @@ def create_exchanges(
         parameter: function that returns a parameter by its name.
         at_once: whether each function runs its exchange to the end, instead of starting it on a thread.
     """
-    rounding, found = communicator.rounding, dict[int, Exchange]()
-    for k, (name, *_) in enumerate(plan.buckets):
-        if (exchange := _create_exchange(plan, name, parameter(name), rounding)) is not None:
-            found[k] = exchange
+    made = [_create_exchange(plan, name, parameter(name), communicator.rounding) for name, *_ in plan.buckets]
+    found = {k: exchange for k, exchange in enumerate(made) if exchange is not None}
     if not found:
         return {}
     group = communicator.open_group("exchanges")

@@ -7,7 +7,7 @@ Contract
     lowered copy of a phase, before ops write in place: a region's results are never written into.
 
     rewrite:  a = aten.mul(x, y); b = aten.add(a, y); ...; submit_chunk(pack_bucket([b]), 0, n, ...)
-    ->        arguments = bundle(x, y); b, = region_0(arguments); submit_bucket(pack_bucket([b]), 0)
+    ->        arguments = bundle(x, y); b, = region_add(arguments); submit_bucket(pack_bucket([b]), 0)
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
         compile_region: compiles a region, or returns None to leave it as it is.
     """
     _move_items_to_tuples(graph)
-    number = 0
     for nodes in list(_compilable_runs(graph)):
         if sum(map(_is_kernel, nodes)) < SMALLEST:
             continue
@@ -75,8 +74,7 @@ def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Calla
         outputs = [node for node in nodes if any(user not in nodes for user in node.users)]
         compiled = compile_region(_extract_region(root, nodes, inputs, outputs))
         if compiled is not None:
-            _replace_by_call(graph, nodes, inputs, outputs, _with_name(compiled, f"region_{number}"))
-            number += 1
+            _replace_by_call(graph, nodes, inputs, outputs, _with_name(compiled, next(reversed(nodes))))
 
 
 def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
@@ -216,7 +214,7 @@ def _is_fixed(node: fx.Node) -> bool:
     """
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
-    return node.meta.get("fixed", False) is True
+    return bool(node.meta.get("fixed"))
 
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
@@ -228,7 +226,7 @@ def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
         return all(isinstance(role, Saved) for each, role in returned if each is value)
     if isinstance(user.target, torch._ops.OpOverload):
         return user.target.namespace == "aten" and all(r.alias_info is None for r in user.target._schema.returns)
-    return user.meta.get("copies", False) is True
+    return bool(user.meta.get("copies"))
 
 
 def _replace_by_call(
@@ -263,12 +261,12 @@ def pack_arguments(*values: Any) -> list[Any]:
     return list(values)
 
 
-def _with_name(compiled: Compiled, name: str) -> Compiled:
-    """Wraps a compiled region as a function with a name, which profiles show."""
+def _with_name(compiled: Compiled, last: fx.Node) -> Compiled:
+    """Wraps a compiled region as a function that is named after the region's last node. Profiles show the name."""
 
     def region(arguments: list[Any]) -> Sequence[Any]:
         """Calls the compiled region."""
         return compiled(arguments)
 
-    region.__name__ = name
+    region.__name__ = f"region_{last.name}"
     return region
