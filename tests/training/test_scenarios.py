@@ -51,13 +51,14 @@ QUICK = (
 OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
     *("skip grams of bags", "master weights by hand", "rank 0 evaluates and tells", "tables read by counted ids"),
-    *("gradients of inputs then of parameters", "sparse and nested batches"),
+    *("gradients of inputs then of parameters", "sparse and nested batches", "a fused step that skips"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (
     *("a scale that the loop applies", "a weight of each rank", "other branches on each rank", "unequal loaders"),
     *("accumulation", "gradients copied", "clipping", "gradients kept", "the optimizer saved and loaded"),
-    *("calls that are checkpointed", "a penalty in a backward of its own"),
+    *("calls that are checkpointed", "a penalty in a backward of its own", "hooks of all kinds"),
+    "a loss of dense parameters alone",
 )
 """Scenarios of the eager route."""
 HEADS = ("heads", "output_layers", "head_loops")

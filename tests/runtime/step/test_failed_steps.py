@@ -148,8 +148,13 @@ def check(world_size: int, options: dict[str, Any], *, ahead: bool, evaluates_al
         assert_same(parameters, expected, torch.float64)
 
 
-def test_a_step_that_fails_on_one_rank_is_given_up_on_all_and_training_goes_on() -> None:
-    check(2, {"strategy": "alltoall"}, ahead=True)
+@pytest.mark.parametrize(
+    ("strategy", "schedule", "ahead"), [("alltoall", "2d", True), (embrace_fx.Grid(2, 1), "none", False)], ids=str
+)
+def test_a_step_that_fails_on_one_rank_is_given_up_on_all_and_training_goes_on(
+    strategy: Strategy, schedule: str, ahead: bool
+) -> None:
+    check(2, {"strategy": strategy, "schedule": schedule}, ahead=ahead)
 
 
 @pytest.mark.long
