@@ -43,6 +43,11 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "list": lambda logits: torch.tensor(logits.tolist()),
     "rows": lambda logits: torch.stack(list(logits)),
     "written": lambda logits: logits.detach().clone().mul_(2.0),
+    "one dimension": lambda logits: logits.view(-1).double() + 0.0,
+    "numbers": lambda logits: logits.to(torch.int64),
+    "probabilities of positions": lambda logits: logits.log_softmax(1),
+    "log softmax twice": lambda logits: F.log_softmax(F.log_softmax(logits, 2).float(), -1),
+    "a new dimension": lambda logits: logits[None, 0, ..., None] + logits[:1, -1, 2:][..., :1, None],
 }
 
 
@@ -99,11 +104,15 @@ def _not_made(rank: int, world_size: int) -> list[bool]:
     logits = model(words, labels)
     flat = logits.float().double()[:, :-1].contiguous().view(-1, logits.size(-1))
     F.cross_entropy(flat, labels[:, 1:].reshape(-1), ignore_index=IGNORED).backward()
-    return [logits.is_made, flat.is_made]
+    with pytest.raises(RuntimeError, match="before the loss"):
+        flat.retain_grad()
+    views = logits[0], logits[..., :], logits[:, None, 1:], logits[labels >= 0], logits[labels[0] * 0]
+    shown = *views, logits.unsqueeze(0).squeeze(0), logits.clone().detach().double(), logits.log_softmax(2)[:, -1]
+    return [each.is_made for each in (logits, flat, *shown)]
 
 
 def test_losses_make_none() -> None:
-    assert run_ranks(2, _not_made) == [[False, False]] * 2
+    assert run_ranks(2, _not_made) == [[False] * 10] * 2
 
 
 def _read_twice(rank: int, world_size: int) -> None:
