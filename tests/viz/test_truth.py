@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from embrace_fx.viz.graphs import Graphs
 from embrace_fx.viz.picture import Picture
 from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate
 from embrace_fx.vocabulary.schedule import Operation, Schedule, Span, StepGraph, Timeline, Wait
+from tests.support.golden import check_golden
 from tests.support.pictures import compute
 from tests.support.ranks import run_ranks
 
@@ -66,21 +69,27 @@ def test_memory_in_use_is_that_of_tensors_and_not_of_a_heap() -> None:
         del held
 
 
-def records_one_step(rank: int, ranks: int) -> None:
+def records_one_step(rank: int, ranks: int, schedule: Any) -> str:
+    """Returns what rank 0 computes in the step, in this order."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(4000, 16), nn.Flatten(), nn.Linear(64, 4))
-    model = embrace_fx.compile(plain, strategy={"0.weight": "alltoall"})
+    model = embrace_fx.compile(plain, strategy={"0.weight": "alltoall"}, schedule=schedule)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
+    inputs = [torch.arange(24).view(6, 4) + 9 * step + rank for step in range(5)]
+    batches = iter(model.lookahead(inputs) if schedule == "2d" else inputs)
+
     def step() -> None:
-        model(torch.arange(24).view(6, 4) + rank).square().mean().backward()
+        model(next(batches)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     step()
+    step()
     with model.record():
         step()
-    assert model.metrics()["sent_bytes"] == pytest.approx(model.plan.sent_bytes_per_step, rel=0.05)
+    if schedule == "auto":  # otherwise collectives of a step may end in the next one
+        assert model.metrics()["sent_bytes"] == pytest.approx(model.plan.sent_bytes_per_step, rel=0.05)
     found = Picture(None, model.timeline).panels[0]
     assert {span.rank for span in model.timeline.spans} == set(range(ranks))
     kinds = {span.operation.kind for span in model.timeline.spans}
@@ -93,11 +102,15 @@ def records_one_step(rank: int, ranks: int) -> None:
         max(s.end_ms for s in model.timeline.spans if s.rank == 0) - found.origin_ms, rel=0.5
     )
     assert "<svg" in model.timeline._repr_html_()
+    spans = sorted((span for span in model.timeline.spans if span.rank == 0), key=lambda span: span.start_ms)
+    return "\n".join(name for name, _ in groupby(s.operation.name for s in spans if s.operation.is_compute))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_single_step_is_recorded_from_its_forward_on(ranks: int) -> None:
-    run_ranks(ranks, records_one_step)
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "auto"), (2, "auto"), (2, "2d")])
+def test_a_single_step_is_recorded_from_its_forward_on(ranks: int, schedule: str) -> None:
+    first, *_ = run_ranks(ranks, records_one_step, schedule)
+    if schedule == "2d":
+        check_golden("viz_recorded_step", first)
 
 
 def small_graphs() -> Graphs:
