@@ -29,7 +29,6 @@ class Lookahead:
         recorder: function that returns the recorder, which records the time that the loader takes.
 
     Attributes:
-        known: whether the next batch has been read.
         batches: how many batches ahead the loader is read.
     """
 
@@ -37,14 +36,15 @@ class Lookahead:
         self._at_end = at_end
         self._recorder = recorder
         self._active: Callable[[], Any] = lambda: None
-        self._current: Any = None
-        self._coming: Any = None
-        # Snapshots of the batches' tensors, taken before the loop could write them.
+        # The flattened batches. Their tensors are those of the loader, even if the loop puts others in a batch.
         self._current_flat = self._coming_flat = _NOTHING
         self._further: deque[Any] = deque()
-        self.known = False
         self._warned = False
-        self.batches = 1
+
+    @property
+    def known(self) -> bool:
+        """Whether the next batch has been read."""
+        return self._coming_flat is not _NOTHING
 
     @property
     def active(self) -> bool:
@@ -85,30 +85,25 @@ class Lookahead:
         """Yields the batches of a loader. Reads the next batch before it yields one."""
         iterator = self._read_batches(loader)
         try:
-            self._current = next(iterator)
+            current = next(iterator)
         except StopIteration:
             return
-        self._current_flat = _flatten(self._current)
+        self._current_flat = _flatten(current)
         seen, recorder = VersionSnapshot.of_tensors_in(self._current_flat[0]), self._recorder()
         try:
-            for self._coming in iterator:
+            for coming in iterator:
                 recorder.mark(LOADER)
-                self._coming_flat = _flatten(self._coming)
+                self._coming_flat = _flatten(coming)
                 leaves, _ = self._coming_flat
-                _check_separate_memory(
-                    seen, leaves if not self._further else [*leaves, *pytree.tree_leaves([*self._further])]
-                )
+                _check_separate_memory(seen, [*leaves, *pytree.tree_leaves([*self._further])])
                 seen = VersionSnapshot.of_tensors_in(leaves)
-                self.known = True
-                yield self._current
+                yield current
                 recorder = self._recorder()  # look it up again, because the first step replaces the recorder
                 recorder.mark(OWN_CODE)
-                self._current, self._current_flat = self._coming, self._coming_flat
-            self.known = False
-            self._coming, self._coming_flat = None, _NOTHING
-            yield self._current
+                current, self._current_flat = coming, self._coming_flat
+            self._coming_flat = _NOTHING
+            yield current
         finally:
-            self.known, self._current, self._coming = False, None, None
             self._current_flat = self._coming_flat = _NOTHING
             if not sys.is_finalizing():  # at interpreter exit, other ranks may be gone and tensors are being freed
                 self._at_end()
