@@ -19,13 +19,16 @@ from tests.support.cases import long_but
 from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.sides import Matching, draw_batch
 
+CALLS: list[tuple[int, bool]] = []
+"""Of the hook `clamped`: the index of the bucket, and whether it was the last one."""
+
 
 def clamped(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     """Element by element, so that it does not matter which gradients share a bucket; by parameter, in place."""
     for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
         assert gradient.shape == parameter.shape
         gradient.clamp_(-0.02, 0.02)
-    assert bucket.index() >= 0
+    CALLS.append((bucket.index(), bucket.is_last()))
     size = dist.get_world_size(group)
     sent: Any = dist.all_reduce(bucket.buffer().div_(size), group=group, async_op=True)
     if not bucket.is_last():
@@ -76,7 +79,9 @@ def train_both(rank: int, world_size: int, name: str, strategy: Any) -> tuple[di
     wrapped.register_comm_hook(None, under_another_name(hook))
     compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), lr=0.5), strategy=strategy)
     compiled.register_comm_hook(None, hook)
+    CALLS.clear()
     found = train(compiled, rank)
+    assert all(is_last == (index == max(CALLS)[0]) for index, is_last in CALLS)
     told = "reduced by clamped" if name == "clamped" else "are sent as"
     assert (told in compiled.report()) == (name != "allreduce")
     return found, train(wrapped, rank), train(DistributedDataParallel(plain()), rank)
