@@ -104,8 +104,6 @@ class RegionCompiler:
                 static_input_idxs=region.fixed,
                 cudagraphs=BoxedBool(cuda_graph),
                 is_inference=True,
-                is_backward=False,
-                graph_id=None,
             )
         self._compiled[key] = compiled
         return compiled

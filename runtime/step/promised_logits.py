@@ -90,8 +90,8 @@ class LogitsSource:
     def check(self) -> None:
         """Raises `RuntimeError`, on every rank, if the table has changed since the model's call."""
         table = self.state.tables.get(self.promise.table)
-        now = (self.communicator.progress.optimizer_steps, table.local._version if table is not None else -1)
-        if now != (self.steps, self.version):
+        steps = self.communicator.progress.optimizer_steps
+        if table is None or (steps, table.local._version) != (self.steps, self.version):
             raise RuntimeError(_STALE.format(self.promise.table, self.promise.table))
 
     def parameters(self) -> list[Tensor]:
