@@ -36,8 +36,8 @@ class Load:
         Args:
             took_ms, wall_ms: the measured times, as in `Load`.
         """
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return cls(platform.node(), tuple(sorted(cores)), torch.get_num_threads(), took_ms, wall_ms)
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(platform.node(), cores, torch.get_num_threads(), took_ms, wall_ms)
 
 
 def delay_share(loads: Sequence[Load]) -> float:

@@ -10,9 +10,6 @@ import os
 import socket
 import stat
 import struct
-from pathlib import Path
-
-_DESCRIPTORS = Path("/proc/self/fd")
 
 _BYTES_SENT_OFFSET = 200
 """Offset of `tcpi_bytes_sent` in `struct tcp_info` (linux/tcp.h, since Linux 4.19); `tcpi_bytes_retrans` follows it."""
@@ -20,12 +17,10 @@ _BYTES_SENT_OFFSET = 200
 
 def sent_by_connection() -> dict[int, int] | None:
     """Returns the payload bytes that each open TCP connection of this process has sent, by the socket's inode number.
-    Returns None if the system does not count them, because it is not Linux or is older than Linux 4.19.
+    Returns None if the system does not count them, because it is older than Linux 4.19.
     """
-    if not _DESCRIPTORS.exists():
-        return None
     sent = {}
-    for descriptor in map(int, os.listdir(_DESCRIPTORS)):
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
             status = os.fstat(descriptor)
             if stat.S_ISSOCK(status.st_mode):

@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
+import itertools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 from embrace_fx.cost.links import CORE, Compute
+from embrace_fx.runtime.probe import pace
 from embrace_fx.runtime.probe.pace import measure_pace
 
 CPU = torch.device("cpu")
 
 
-def test_an_estimate_of_a_slower_device_passes_as_much_faster() -> None:
-    slower, wait = Compute(CORE.flops_per_ms / 100, CORE.moved_bytes_per_ms / 100), partial(time.sleep, 0.02)
-    with mock.patch.object(torch, "mm"), mock.patch.object(torch, "add"):
-        assert measure_pace(CPU, slower, wait) / measure_pace(CPU, CORE, wait) == pytest.approx(100, rel=0.5)
+def test_a_pace_is_the_estimate_beside_all_that_the_device_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of the reference work passes while the host waits for the device; later, a core is busy."""
+    now_s, half_s = [0.0], 0.5e-3
+    monkeypatch.setattr(pace, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    runs: list[float] = []
 
-
-def test_what_a_device_has_been_given_counts_until_it_has_done_it() -> None:
-    """Each wait takes 20 ms: the products alone are over long before."""
-    calls: list[None] = []
+    def product(*_: object) -> None:
+        now_s[0] += half_s * (1 + (len(runs) > 70))
+        runs.append(now_s[0])
 
     def synchronize() -> None:
-        calls.append(None)
-        time.sleep(0.02)
+        now_s[0] += half_s * (len(runs) - synchronized[-1])
+        synchronized.append(len(runs))
 
-    instant = Compute(1e30, 1e30, launch_ms=1.0)  # two operations of 1 ms each, however often they run
-    with mock.patch.object(torch, "mm"), mock.patch.object(torch, "add"):
-        assert measure_pace(CPU, instant, synchronize) == pytest.approx(2.0 / 20.0, rel=0.3)
-    assert calls
+    synchronized = [0]
+    with mock.patch.object(torch, "mm", product), mock.patch.object(torch, "add"):
+        found = measure_pace(CPU, CORE, synchronize)
+    assert found == pytest.approx(pace.expected_ms(CORE))  # the work takes 1 ms
+    taken = [b - a for a, b in itertools.pairwise(synchronized) if b > a]
+    assert taken == [1, 1, 2, 4, 8, 16, *[16] * pace.TIMES]
+    slower = Compute(CORE.flops_per_ms / 100, CORE.moved_bytes_per_ms / 100)
+    assert pace.expected_ms(slower) == pytest.approx(100 * pace.expected_ms(CORE))

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
+from dataclasses import astuple
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from embrace_fx.cost.links import COLLECTIVES, Cluster, Exchange, Link, exchange
+from embrace_fx.cost.links import (
+    COLLECTIVES,
+    CORE,
+    LARGE_BLOCK_BYTES,
+    Cluster,
+    Collective,
+    Exchange,
+    Handling,
+    Link,
+    exchange,
+)
+from embrace_fx.runtime.probe import pace
 from embrace_fx.runtime.probe import probe as measuring
+from embrace_fx.runtime.probe.handling import PASSES, SCANNED_BYTES
 from embrace_fx.runtime.probe.probe import Sample, fit_link, probe_cluster
+from embrace_fx.runtime.probe.processors import Load
 from embrace_fx.runtime.ranks.communicator import Communicator
 from tests.support.ranks import run_ranks
 
@@ -26,12 +42,6 @@ def as_cluster(link: Link) -> Cluster:
 
 SIZES = (7_000, 57_000, 460_000, 3_670_000)
 """What one of eight ranks sends in AllReduces of 4 KiB, 32 KiB, ..."""
-
-
-def test_what_a_token_bucket_lets_pass_at_once_is_no_bandwidth() -> None:
-    """300 Mb/s behind buckets of 75 kB at either end, 13 ms to start up."""
-    found = fit_link([Sample(Exchange(sent, 14), 13 + max(0, sent - 75_000) / 37_500) for sent in SIZES])
-    assert found.bandwidth_bytes_per_ms == pytest.approx(37_500, rel=0.02)
 
 
 def test_start_up_that_hides_behind_the_bytes_is_no_bandwidth() -> None:
@@ -125,6 +135,58 @@ def test_two_ranks_get_one_answer() -> None:
     assert 0 <= cluster.busy <= 1
 
 
+def test_speeds_are_those_of_a_cluster_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch and all work takes the time that this cluster should take, on a clock that nothing else moves."""
+    links = {name: Link(1e4 * (k + 1), 0.1 / (k + 1)) for k, name in enumerate(COLLECTIVES)}
+    handling, now_ms = Handling(3e5, 2e5, 1e5, 1e-4, 0.5), [0.0]
+
+    def takes(ms: float) -> Callable[[], None]:
+        return lambda: now_ms.append(now_ms.pop() + ms)
+
+    def sent_ms(name: Collective, own_bytes: int) -> float:
+        return exchange(name, own_bytes, 4).time_ms(as_cluster(links[name]), name)
+
+    def handled_ms(width: int, rows: int) -> float:
+        many_ms = PASSES * rows * width * 4 / handling.pass_bytes_per_ms + rows * handling.unit_ms
+        return handling.round_ms + (many_ms if rows > 1 else 0.0)
+
+    for name, value in {
+        "time": SimpleNamespace(perf_counter=lambda: now_ms[0] / 1e3, process_time=lambda: now_ms[0] / 2e3),
+        "make_launch": lambda _, name, own_bytes, __: takes(sent_ms(name, own_bytes)),
+        "make_exchange_work": lambda width, rows, _: takes(handled_ms(width, rows)),
+        "make_scan_work": lambda _: takes(SCANNED_BYTES / handling.scan_bytes_per_ms),
+        "make_claim_work": lambda _: takes(LARGE_BLOCK_BYTES / handling.claim_bytes_per_ms),
+    }.items():
+        monkeypatch.setattr(measuring, name, value)
+    monkeypatch.setattr(pace, "make_reference_work", lambda _: takes(pace.expected_ms(CORE) / 2.5))
+    monkeypatch.setattr(Load, "of_this_rank", lambda took_ms, wall_ms: Load("a", (0, 1), 1, took_ms, wall_ms))
+    ranks = Mock(world_size=4, gather=lambda own, _: [own] * 2)
+    ranks.reduce_scalar = lambda value, op: value * 4 if op == dist.ReduceOp.SUM else value
+    found = probe_cluster(ranks)
+    for name, link in found.links:
+        least_ms = sent_ms(name, measuring.FIRST_BYTES) / exchange(name, measuring.FIRST_BYTES, 4).messages
+        assert astuple(link) == pytest.approx((*astuple(links[name])[:2], least_ms), rel=1e-4)
+    assert (found.bandwidth_bytes_per_ms, found.latency_ms, found.pace) == pytest.approx((1e4, 0.1, 2.5), rel=1e-4)
+    assert astuple(found.handling) == pytest.approx(astuple(handling), rel=1e-4)
+    assert found.busy == pytest.approx(0.5)
+    ranks.broadcast.assert_called_once()  # all ranks use the figures of rank 0
+    ranks.uses_nccl.return_value = False
+    glanced = measuring.estimate_links(ranks, 2**30) or Cluster()
+    assert (glanced.bandwidth_bytes_per_ms, glanced.latency_ms) == pytest.approx((1e4, 0.1), rel=1e-4)
+
+
+def test_ranks_that_share_cores_are_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Load, "of_this_rank", lambda **times: Load("a", (0, 1), threads=1, **times))
+    few, many = measuring.loopback(2), measuring.loopback(8)
+    for (_, alone), (_, shared) in zip(few.links, many.links, strict=True):
+        assert astuple(shared) == (alone.bandwidth_bytes_per_ms / 4, alone.latency_ms * 4, alone.least_ms * 4)
+    *rates, unit_ms, round_ms = astuple(few.handling)
+    assert astuple(many.handling) == (*(rate / 4 for rate in rates), unit_ms * 4, round_ms * 4)
+    assert (few.pace, few.busy, many.busy) == (4 * many.pace, 0.5, 1.0)
+    assert (many.bandwidth_bytes_per_ms, many.latency_ms) == astuple(many.links[0][1])[:2]
+    assert measuring.loopback(1).pace == few.pace
+
+
 def glanced(rank: int, world_size: int) -> tuple[Cluster | None, Cluster | None]:
     communicator = Communicator(dist.group.WORLD)
     return measuring.estimate_links(communicator, 2**30), measuring.estimate_links(communicator, 1000)
@@ -138,15 +200,26 @@ def test_a_glance_gives_all_ranks_one_link_and_spares_small_steps() -> None:
     assert none is None
 
 
-def test_a_glance_tells_start_up_from_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Cluster(37_500.0, 2.0)
-    monkeypatch.setattr(measuring, "make_launch", lambda _, __, own_bytes, ___: own_bytes)
-    monkeypatch.setattr(measuring, "mean_ms", lambda _, own, *__: exchange("all_reduce", own, 8).time_ms(known))
-    ranks = Mock(world_size=8, reduce_scalar=lambda value, _: value, gather=lambda *_: ["a host", "another"])
-    ranks.uses_nccl.return_value = False
-    found = measuring.estimate_links(ranks, 2**30)
-    assert found is not None
-    assert (found.bandwidth_bytes_per_ms, found.latency_ms) == pytest.approx((37_500.0, 2.0), rel=1e-3)
+def test_ranks_meet_before_each_run_and_few_launches_are_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, now_s = list[str](), itertools.count()
+
+    def reduced(value: Tensor, _: object) -> Tensor:
+        events.append("reduce" if value.numel() > 1 or value.item() else "meet")
+        return 2 * value  # the other rank takes as long
+
+    def launch() -> Any:
+        events.append("launch")
+        return events.count("launch")
+
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: float(next(now_s))))
+    ranks: Any = SimpleNamespace(world_size=2, reduce_scalar=reduced, wait=lambda of: events.append(f"wait {of}"))
+    assert measuring.median_ms(ranks, launch, 2, 3, 2, measuring.CPU) == pytest.approx(2e3 / 3)
+    launched = ["launch", "launch", "wait {}", "launch", "wait {}", "wait {}"]
+    expected = " ".join(["meet", *launched, "meet", *launched, "reduce"])
+    assert " ".join(events) == expected.format(*range(1, 7))
+    events.clear()
+    assert measuring.together_ms(ranks, lambda: events.append("run")) == pytest.approx(1e3)
+    assert events == ["run", *["meet", "run"] * measuring.HANDLED_SPANS, "reduce"]
 
 
 def test_a_single_rank_has_no_network() -> None:
