@@ -345,9 +345,9 @@ class LaunchQueue:
         return due_s
 
     def next(self) -> Ticket | None:
-        """Takes the launch to make now out of its window, and returns its ticket. Returns None if no launch is due."""
-        if not any(map(WAITING, self.windows)):
-            return None
+        """Takes the launch to make now out of its window, and returns its ticket. Returns None if no launch is due.
+        Requires a submitted launch that waits.
+        """
         now_s = time.perf_counter()
         standing_still = now_s - self.moved_s > STANDSTILL_S
         if standing_still:

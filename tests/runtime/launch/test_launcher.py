@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
+from torch.futures import Future
 
 from embrace_fx.runtime.launch import launch_queue
 from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
-from embrace_fx.runtime.launch.launcher import Launcher
+from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.communicator import InFlight
-from embrace_fx.vocabulary.schedule import IN_FLIGHT
 from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
 
 
@@ -26,45 +26,6 @@ def test_what_is_submitted_waits_for_its_turn() -> None:
     link.expect()
     submit(launcher, link, "early rows", "prior")
     link.expect("early rows", "prior", "bucket 0")
-
-
-def known(launcher: Launcher, **took_s: float) -> None:
-    """Sets how long each launch takes: `LONG_S` seconds unless `took_s` names the launch."""
-    launcher.queue.took_s = {each: took_s.get(str(each), LONG_S) for each in ORDER}
-
-
-def test_one_is_on_the_way() -> None:
-    launcher, link = make(), Link()
-    known(launcher)
-    submit(launcher, link, *reversed(NAMES))
-    assert IN_FLIGHT == 1
-    link.expect("early rows")
-    link.end("early rows")
-    link.expect("early rows", "prior")
-    link.end("prior")
-    link.expect(*NAMES[:3])
-
-
-def test_one_more_is_on_the_way_where_nobody_knows_how_long_the_last_one_takes() -> None:
-    launcher, link = make(), Link()
-    submit(launcher, link, *reversed(NAMES))
-    link.expect("early rows", "prior")
-    link.end("prior")
-    link.expect("early rows", "prior", "bucket 0")
-    link.end("bucket 0")
-    link.end("early rows")
-    link.expect(*NAMES[:5])
-
-
-def test_one_more_leaves_where_the_last_one_is_late() -> None:
-    """Another rank may wait for the next launch, and may have started it first."""
-    launcher, link = make(), Link()
-    known(launcher, prior=0.001)
-    submit(launcher, link, "early rows", "prior", "bucket 0", "rows")
-    link.expect("early rows")
-    link.end("early rows")
-    link.end("bucket 0")  # launched while the one before it is in flight
-    link.end("prior")
 
 
 @pytest.mark.parametrize(
@@ -136,6 +97,53 @@ def test_another_order_holds_from_the_next_window_on() -> None:
     tickets += submit(launcher, link, *NAMES)
     link.expect(*NAMES, *reversed(NAMES))
     assert {ticket.id for ticket in tickets} == set(ORDER)
+
+
+def test_one_is_on_the_way_until_it_takes_longer_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(launch_queue, "time", clock)
+    launcher, link = make(), Link()
+    submit(launcher, link, "early rows")
+    now_s[0] = 1.0
+    link.end("early rows")
+    submit(launcher, link, "prior", "bucket 0")  # both are on the way, because nobody knows how long they take
+    link.expect(*NAMES[:3])
+    link.end("bucket 0")
+    link.end("prior")
+    launcher.open_window()
+    submit(launcher, link, *NAMES[:3])
+    for late_s, launched in ((0.0, NAMES[:1]), (1.4, NAMES[:1]), (1.5, NAMES[:2])):
+        now_s[0] = 1.0 + late_s
+        launcher.queue.issue()
+        assert link.launched == [*NAMES[:3], *launched]
+    link.end("early rows")
+    assert link.launched == [*NAMES[:3], *NAMES[:2]]  # "prior" has taken no time before, and is not late yet
+    assert {str(launch): s for launch, s in launcher.queue.took_s.items()} == {
+        **dict.fromkeys(NAMES[:3], 0),
+        "early rows": 1,
+    }
+
+
+@pytest.mark.parametrize("how", ["all ranks are here", "a rank has given up", "a rank is gone"])
+def test_launches_of_a_backward_wait_until_all_ranks_are_in_it(how: str) -> None:
+    launcher, link, here = make(), Link(instant=True), Future[None]()
+    launcher.open_window(held=True)
+    launcher.release_after(here, lambda: how == "all ranks are here")
+    tickets = submit(launcher, link, "early rows", "prior")
+    link.expect()
+    if how == "a rank is gone":
+        here.set_exception(RuntimeError("no route to host"))
+    else:
+        here.set_result(None)
+    tickets += submit(launcher, link, "bucket 0")
+    for ticket in tickets:
+        if how == "all ranks are here":
+            ticket.wait()
+        else:
+            with pytest.raises((Dropped, RuntimeError), match="no route to host" if how == "a rank is gone" else "^$"):
+                ticket.wait()
+    link.expect(*(NAMES[:3] if how == "all ranks are here" else ()))
 
 
 @given(windows())

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT
+from embrace_fx.runtime.launch import recorder as recorder_module
+from embrace_fx.runtime.launch import step_times
 from embrace_fx.runtime.launch import timeline as timeline_module
-from embrace_fx.runtime.launch.recorder import Recording, Transfer
+from embrace_fx.runtime.launch.profile import Profile, make_profile
+from embrace_fx.runtime.launch.recorder import ComputeSpan, RecordedCopy, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
@@ -83,3 +88,56 @@ def test_recordings_of_all_ranks_on_one_clock() -> None:
         STEPS["bucket 0 [0]"],
     }
     assert {(w.launch, w.lane) for w in first.waits} == {("bucket 0 [0]", "dense")}
+
+
+def test_a_recording_holds_what_ran_and_what_was_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def passes(seconds: float) -> float:
+        now_s[0] += seconds
+        return seconds
+
+    for module in (recorder_module, step_times):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    clock = Mock(now=lambda: now_s[0], seconds=lambda moment: moment + 1000)
+    recorder = Recorder(clock, bytes_in_use=lambda: int(now_s[0]))
+    with RecordedCopy(CHUNK, 3, recorder), recorder.waiting(CHUNK):  # nothing is recorded yet
+        passes(1)
+    recorder.start()
+    with RecordedCopy(CHUNK, 4, recorder), RecordedCopy(CHUNK, 5, recorder, on_host=True):
+        assert recorder.timed(ANNOUNCEMENT, passes, 1) == 1
+    recorder.begin_window()
+    passes(1)
+    recorder.mark(A)
+    with RecordedCopy(CHUNK, 6, recorder), recorder.waiting(CHUNK):
+        passes(2)
+    passes(1)
+    recorder.mark(A)
+    recorder.begin_segment(EARLY)
+    passes(3)
+    recorder.pause_segment()
+    passes(4)
+    recorder.end_forward()  # the forward has waited since its last segment
+    passes(5)
+    recorder.step_times.sent_bytes += 7
+    recorder.begin_window()
+    recording = recorder.stop()
+
+    at = [(None, 0, 1002), (A, 0, 1006), (EARLY, 0, 1009), (None, 1, 1018)]
+    waits = [(ANNOUNCEMENT, -1, 1001, 1002), (CHUNK, 0, 1003, 1005)]
+    before = [Transfer(CHUNK, -1, 5, 1001, 1002), Transfer(CHUNK, -1, 4, 1001, 1002)]
+    memory = [(1003, 3), (1006, 6), (1009, 9)]
+    assert recording == Recording(at, waits, [Transfer(CHUNK, 0, 6, 1003, 1005)], 1, memory, before)
+    assert [each[0] for each in clock.method_calls] == ["start", "stop"]
+    assert recorder.recording is None
+    spans = [ComputeSpan(A, 0, 1002, 1003), ComputeSpan(A, 0, 1005, 1006), ComputeSpan(EARLY, 0, 1006, 1009)]
+    assert compute_spans(recording) == spans
+    assert make_profile(recording) == Profile({A: 2000.0, EARLY: 3000.0}, {CHUNK: 6})
+    recorder.mark(A)  # is not recorded
+    assert list(recorder.step_times.steps) == [({"backward": 2.0, "dense": 2.0, "optimizer": 3.0, "between": 9.0}, 7)]
+    assert recorder.step_times.sent_bytes == 0
+    assert recorder.step_times.shares_ms() is None  # the first step warms up
+    for seconds in (9, 1, 3, 2):
+        passes(seconds)
+        recorder.begin_window()
+    assert (recorder.step_times.shares_ms() or {})["between"] == 2000.0
