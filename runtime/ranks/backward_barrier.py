@@ -34,7 +34,6 @@ class BackwardBarrier:
     def __init__(self, announcements: StepHandshake, call: int) -> None:
         announcements.communicator.progress.record(NAME)
         self._announcements = announcements
-        self._here: bool | None = None
         self._own, self._everyone, self._work = announcements.launch(HandshakeMessage(BACKWARD, program=call))
         self.future: torch.futures.Future[Any] = self._work.get_future()
 
@@ -42,14 +41,11 @@ class BackwardBarrier:
         """Returns whether all ranks have announced the same backward. May be called from any thread, but only after the
         announcements have been exchanged.
         """
-        if self._here is None:
-            rows = self._everyone.tolist()
-            # Fast path: all ranks are in the same call's backward.
-            if not (found := rows.count(self._own) == len(rows)):
-                told = self._decode_announcements()
-                found = {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
-            self._here = found
-        return self._here
+        rows = self._everyone.tolist()
+        if rows.count(self._own) == len(rows):  # fast path: all ranks are in the same call's backward
+            return True
+        told = self._decode_announcements()
+        return {each.kind for each in told} == {BACKWARD} and len({each.program for each in told} - {0}) < 2
 
     def wait(self) -> None:
         """Waits until every rank has made an announcement, which may be of this backward, of another one, or of the

@@ -25,7 +25,7 @@ from embrace_fx.runtime.kernels.rounding import Pieces, decode_into, wire_elemen
 from embrace_fx.runtime.ranks.backends import setup_collectives
 from embrace_fx.runtime.ranks.gathering import gather_single
 from embrace_fx.runtime.ranks.groups import CLASSES, LANE_GROUPS, Groups, T
-from embrace_fx.runtime.ranks.messages import send_parts
+from embrace_fx.runtime.ranks.messages import send_parts, wait_all
 from embrace_fx.runtime.ranks.wire_rounding import Rounding
 from embrace_fx.runtime.ranks.worker import FutureWork
 
@@ -150,8 +150,7 @@ class Communicator(Groups):
                 dist.broadcast(tensor, of_job, group=group, async_op=True)
                 for tensor, (group, _) in zip(tensors, carriers, strict=True)
             ]
-            for work in works:
-                work.wait()
+            wait_all(works)
 
     def reduce_scalar(self, value: Tensor, reduce_op: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduces a small tensor over ranks in place, element by element, by a reduce op of torch such as

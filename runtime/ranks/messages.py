@@ -40,17 +40,17 @@ class Messages:
         if self._end is not None:
             self._end.wait()
         else:
-            _wait_all(self._works)
+            wait_all(self._works)
 
     def get_future(self) -> Future[None]:
         """Returns a future that completes once all messages have been received and sent. May be called only once."""
         assert self._waiter is not None
-        self._end = self._waiter.submit(partial(_wait_all, self._works))
+        self._end = self._waiter.submit(partial(wait_all, self._works))
         return self._end
 
 
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    """Waits for all messages, given by torch's handles."""
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Waits for all messages or collectives, given by torch's handles."""
     for work in works:
         work.wait()
 
@@ -121,5 +121,4 @@ def _transfer(operation: Callable[..., Any], tensor: Tensor, peer: int, group: d
         peer: the other rank.
     """
     # Send a batch of one message, because NCCL would create a communicator of two ranks for a single one.
-    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]):
-        work.wait()
+    wait_all(dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)]))
