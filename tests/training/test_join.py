@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
 import embrace_fx
-from tests.support.ranks import run_ranks_expecting_errors
+from tests.support.ranks import run_ranks, run_ranks_expecting_errors
 from tests.support.scenarios.joins import Normed, ids_of, leave_a_sum
 from tests.support.sides import DTYPE
 
@@ -66,13 +65,31 @@ def test_a_rank_outside_of_join_is_named() -> None:
         assert "rank 1: this rank called the model outside of join()" in str(error)
 
 
+def _trains_unevenly(rank: int, world_size: int, strategy: str) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = embrace_fx.compile(Normed().to(DTYPE), strategy={"ids.weight": strategy})
+    optimizer = SGD(model.parameters(), 0.001)
+    for epoch in range(2):
+        with model.join():
+            for k in range(1 + (rank == epoch)):
+                optimizer.zero_grad()  # a rank that has left still has the gradients of its last step
+                model(ids_of(rank, 10 * epoch + k)).backward()
+                optimizer.step()
+        assert ("ids.weight" in model.plan.sharded) == (strategy == "alltoall")
+    return model.full_state_dict()
+
+
+def test_a_table_is_sharded_again_once_no_rank_has_a_batch() -> None:
+    whole, sharded = (run_ranks(2, _trains_unevenly, strategy) for strategy in ("allreduce", "alltoall"))
+    torch.testing.assert_close(sharded, whole, rtol=1e-9, atol=1e-12)
+
+
 def _leaves_rows(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = embrace_fx.compile(Normed().to(DTYPE), strategy={"ids.weight": "alltoall"})
     leave_a_sum(rank, model, SGD(model.parameters(), 0.001), 0)
 
 
-@pytest.mark.long
 def test_rows_that_a_rank_has_summed_up_are_refused_on_all() -> None:
     for error in run_ranks_expecting_errors(2, _leaves_rows):
         assert "rank(s) 0 left the loop with gradients" in str(error)
