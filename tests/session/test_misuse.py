@@ -71,24 +71,16 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
         ({"optimizer": SGD}, "is the class SGD"),
         ({"optimizer": "adam"}, "is 'adam' of type str"),
         ({"strategy": None}, "strategy is None"),
-        ({"strategy": {"table.*": "zenn"}}, "there is no strategy 'zenn', which was passed for 'table.*"),
         ({"cluster": 25}, "cluster is 25"),
+        ({"optimizer": SGD(words_model().parameters(), 0.1)}, "SGD has no parameter of Words"),
     ],
-    ids=["a class", "a name", "no strategy", "an unknown strategy of a pattern", "a number for links"],
+    ids=["a class", "a name", "no strategy", "a number for links", "of another model"],
 )
 def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found):
         embrace_fx.compile(words_model(), **arguments)
-
-
-def test_a_function_is_no_model() -> None:
     with pytest.raises(ValueError, match=r"not an nn.Module"):
         embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
-
-
-def test_an_optimizer_of_another_model() -> None:
-    with pytest.raises(ValueError, match=r"SGD has no parameter of Words"):
-        embrace_fx.compile(words_model(), optimizer=SGD(words_model().parameters(), 0.1))
 
 
 def test_a_parameter_that_is_converted_after_the_first_call() -> None:
