@@ -219,22 +219,28 @@ def _compile_another(rank: int, world_size: int, other: str) -> str:
         model.requires_grad_(False)
     kind = Adagrad if odd and other == "optimizer" else SGD
     optimizer = kind(model.parameters(), lr=0.2 if odd and other == "optimizer setting" else 0.1)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"strategy": STRATEGIES.get(other, "auto")}
     if odd and other == "option":
         options = {"row_updates": "lazy"}
     if odd and other == "unknown option":
         options = {"row_updates": "sloppy"}
     try:
-        embrace_fx.compile(model, optimizer=optimizer, **options)
+        compiled = embrace_fx.compile(model, optimizer=optimizer, **options)
+        if odd and other == "frozen since":
+            model.get_parameter("linear.weight").requires_grad_(False)
+        compiled(*words_batch(0, rank))
     except Exception as error:
         return _message(error)
     return "no error"
 
 
+STRATEGIES = {"pattern without a table": {"tabel.*": "alltoall"}, "unknown strategy": {"table.*": "alltoal"}}
+
+
 @pytest.mark.parametrize(
     ("other", "parts"),
     [
-        ("model", ("model is Sentences", "on rank 1, and Words", "the same code")),
+        ("model", ("compile(): model", "is Sentences", "on rank 1, and Words", "the same code")),
         ("parameter", ("parameter linear.weight is (4, 6)", "on rank 1, and (3, 6)", "the same code")),
         ("frozen parameter", ("parameter table.weight", "frozen", "the same code")),
         ("optimizer", ("optimizer 0", "Adagrad", "on rank 1, and SGD", "the same code")),
@@ -242,11 +248,14 @@ def _compile_another(rank: int, world_size: int, other: str) -> str:
         ("option", ("options is", "row_updates='lazy'", "row_updates='exact'", "the same code")),
         ("unknown option", ("rank 1: compile(): row_updates is 'sloppy'",)),
         ("nothing to train", ("rank 1: compile(): ",)),
+        ("frozen since", ("rank 1", "parameter linear.weight is", "frozen", "the same code")),
+        ("unknown strategy", ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'")),
+        ("pattern without a table", ("'tabel.*'", "matches no table", "table.weight", "Use a table's")),
     ],
 )
 def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[str, ...]) -> None:
     for message in run_ranks(2, _compile_another, other):
-        assert_says(message, "SetUpError", "compile()", *parts)
+        assert_says(message, "ValueError" if other == "pattern without a table" else "SetUpError: ", *parts)
 
 
 @pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "route", "rows"])
@@ -255,31 +264,6 @@ def test_an_unknown_option_value(option: str) -> None:
     with pytest.raises(ValueError, match="compile") as caught:
         embrace_fx.compile(words_model(), **options)
     assert_says(str(caught.value), f"{option} is 'sloppy'" if option != "strategy" else "no strategy 'sloppy'")
-
-
-def _use_strategy(rank: int, world_size: int, strategy: dict[str, str]) -> str:
-    try:
-        embrace_fx.compile(words_model(), strategy=strategy)(*words_batch(0, rank))
-    except Exception as error:
-        return _message(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("strategy", "parts"),
-    [
-        ({"tabel.*": "alltoall"}, ("'tabel.*'", "matches no table", "table.weight", "Use a table's")),
-        (
-            {"table.*": "alltoal"},
-            ("'table.*'", "one of allreduce, allgather, alltoall, omnireduce, zen, ps", "'alltoal'", "Pass"),
-        ),
-    ],
-    ids=["pattern without a table", "unknown strategy"],
-)
-def test_a_strategy_that_cannot_be_followed(strategy: dict[str, str], parts: tuple[str, ...]) -> None:
-    for message in run_ranks(2, _use_strategy, strategy):
-        assert_says(message, *parts)
-        assert message.startswith(("ValueError", "SetUpError"))
 
 
 def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
@@ -315,23 +299,6 @@ def _a_planner_that_breaks(rank: int, world_size: int) -> str:
 
 def test_whatever_stops_the_planner_stops_every_rank() -> None:
     assert run_ranks(2, _a_planner_that_breaks) == ["KeyError: 'cause'"] * 2
-
-
-def _frozen_on_one_rank(rank: int, world_size: int) -> str:
-    model = words_model()
-    compiled = embrace_fx.compile(model, optimizer=SGD(model.parameters(), 0.1))
-    if rank == 0:
-        model.get_parameter("linear.weight").requires_grad_(False)
-    try:
-        compiled(*words_batch(0, rank))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_parameters_that_change_on_one_rank_before_the_first_call() -> None:
-    for message in run_ranks(2, _frozen_on_one_rank):
-        assert_says(message, "rank 0", "parameter linear.weight is", "frozen", "with the same code")
 
 
 def _left_alone(rank: int, world_size: int, fails: bool) -> str:
