@@ -152,17 +152,17 @@ class LaunchQueue:
         Raises:
             RuntimeError: a collective failed.
         """
-        self.draining = True
-        self.issue()
-        self.wait_until_empty()
+        self.drain()
         self._end()
         if self.error is not None:
             raise self.error
 
-    def wait_until_empty(self, timeout: float | None = None) -> None:
-        """Waits until all submitted launches have completed or one of them has failed, but at most `timeout`
-        seconds.
+    def drain(self, timeout: float | None = None) -> None:
+        """Makes all submitted launches, and waits until they have completed or one of them has failed, but at most
+        `timeout` seconds.
         """
+        self.draining = True
+        self.issue()
         with self.lock:
             self.sleepers += 1
             self.arrived.wait_for(lambda: self.error is not None or not self.under_way(), timeout)
@@ -440,10 +440,7 @@ def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
     shuts down would abort the process.
     """
     deadline_s = time.monotonic() + _FAREWELL_S
-    queue.draining = True
-    queue.issue()
-    # All ranks have submitted the same launches, so these complete unless a rank is gone.
-    queue.wait_until_empty(_FAREWELL_S)
+    queue.drain(_FAREWELL_S)  # all ranks have submitted the same launches, so they complete unless a rank is gone
     with queue.lock:
         queue.stopped = True
         queue.changed.notify_all()

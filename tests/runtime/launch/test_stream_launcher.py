@@ -62,17 +62,12 @@ class Device:
         return self.streams.program("launched by hand")
 
 
-def test_a_launch_leaves_at_once_where_it_is_its_turn_and_is_held_back_where_not() -> None:
+def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_before_on_another_stream() -> None:
     device = Device()
     device.submit("bucket 0")
     assert device.launched == []
     device.submit("early rows", "prior")
     assert device.launched == ["early rows", "prior", "bucket 0"]
-
-
-def test_a_launch_waits_for_where_it_was_submitted_and_for_the_one_before_on_another_stream() -> None:
-    device = Device()
-    device.submit("bucket 0", "early rows", "prior")
     events = {step.event.partition(" #")[0] for step in device.program().steps if isinstance(step, WaitEvent)}
     assert IN_FLIGHT == 1
     assert events == {"bucket 0 ready", "early rows ready", "prior ready", "prior done"}
@@ -167,6 +162,10 @@ def test_all_ranks_catch_up_together() -> None:
     device.queue.enqueue_submitted()
     assert device.launched == ["bucket 0", "delayed"]
     assert device.queue.was_in_order()
+    device.submit("bucket 1", "ids")
+    device.launcher.close()
+    assert device.launched[2:] == ["ids", "bucket 1"]
+    assert not device.queue.unwaited
 
 
 @pytest.mark.parametrize("first", [["early rows", "bucket 0"], ["early rows", "bucket 0", "delayed"], ["delayed"]])

@@ -129,7 +129,6 @@ def test_a_recording_holds_what_ran_and_what_was_waited_for(monkeypatch: pytest.
     memory = [(1003, 3), (1006, 6), (1009, 9)]
     assert recording == Recording(at, waits, [Transfer(CHUNK, 0, 6, 1003, 1005)], 1, memory, before)
     assert [each[0] for each in clock.method_calls] == ["start", "stop"]
-    assert recorder.recording is None
     spans = [ComputeSpan(A, 0, 1002, 1003), ComputeSpan(A, 0, 1005, 1006), ComputeSpan(EARLY, 0, 1006, 1009)]
     assert compute_spans(recording) == spans
     assert make_profile(recording) == Profile({A: 2000.0, EARLY: 3000.0}, {CHUNK: 6})
