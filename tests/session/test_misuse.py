@@ -65,6 +65,9 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
     assert list(model.lookahead([3, 4])) == [3, 4]
 
 
+OPTIONS = ("schedule", "row_updates", "backend", "route", "broadcast_buffers", "rows")
+
+
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
@@ -73,8 +76,9 @@ def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
         ({"strategy": None}, "strategy is None"),
         ({"cluster": 25}, "cluster is 25"),
         ({"optimizer": SGD(words_model().parameters(), 0.1)}, "SGD has no parameter of Words"),
+        ({"strategy": "sloppy"}, "no strategy 'sloppy'"),
+        *(({option: "sloppy"}, f"compile.*{option} is 'sloppy'") for option in OPTIONS),
     ],
-    ids=["a class", "a name", "no strategy", "a number for links", "of another model"],
 )
 def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found):

@@ -258,14 +258,6 @@ def test_a_rank_with_another_model_optimizer_or_option(other: str, parts: tuple[
         assert_says(message, "ValueError" if other == "pattern without a table" else "SetUpError: ", *parts)
 
 
-@pytest.mark.parametrize("option", ["strategy", "schedule", "row_updates", "backend", "route", "rows"])
-def test_an_unknown_option_value(option: str) -> None:
-    options: dict[str, Any] = {option: "sloppy"}
-    with pytest.raises(ValueError, match="compile") as caught:
-        embrace_fx.compile(words_model(), **options)
-    assert_says(str(caught.value), f"{option} is 'sloppy'" if option != "strategy" else "no strategy 'sloppy'")
-
-
 def _backward_twice(rank: int, world_size: int) -> tuple[str, list[str]]:
     plain = words_model()
     optimizer = Adagrad(plain.parameters(), lr=0.1)
