@@ -164,7 +164,6 @@ def test_all_ranks_catch_up_together() -> None:
     assert device.queue.was_in_order()
     device.submit("bucket 1", "ids")
     device.launcher.close()
-    assert device.launched[2:] == ["ids", "bucket 1"]
     assert not device.queue.unwaited
 
 

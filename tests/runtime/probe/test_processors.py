@@ -25,10 +25,3 @@ ONE = Load("a", (0, 1), threads=1, took_ms=50.0, wall_ms=100.0)
 )
 def test_the_share_of_a_transfer_that_compute_loses(ranks: list[Load], share: float) -> None:
     assert delay_share(ranks) == pytest.approx(share)
-
-
-def test_a_rank_knows_its_cores() -> None:
-    own = Load.of_this_rank(1.0, 2.0)
-    assert own.cores
-    assert own.threads >= 1
-    assert (own.took_ms, own.wall_ms) == (1.0, 2.0)
