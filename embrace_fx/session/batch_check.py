@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from embrace_fx.passes.partition import extract_ids
 from embrace_fx.passes.planner.replanning import SAMPLED_EVERY
@@ -16,7 +17,7 @@ from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_bat
 from embrace_fx.runtime.step.runnable_phase import make_reader
 from embrace_fx.session.program_cache import StepCounters
 from embrace_fx.setup.context import Context
-from embrace_fx.vocabulary.graph import TrainingGraph
+from embrace_fx.vocabulary.graph import TableSpec, TrainingGraph
 from embrace_fx.vocabulary.ops import draws_random_numbers
 from embrace_fx.vocabulary.plan import Plan
 
@@ -43,6 +44,11 @@ def make_batch_check(
     names, num_rows = zip(*((t.parameter, t.num_rows) for t in tables for _ in t.uses), strict=True)
     watched = [t for t in tables if t.parameter in plan.watched] if train else []
 
+    def count_rows(table: TableSpec, ids: Sequence[Tensor]) -> int:
+        """Returns how many different rows of a table are read by `ids`, the ids of all lookups."""
+        own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
+        return unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
+
     def check_and_count(leaves: Sequence[Any]) -> str | None:
         """Checks the ids in the flattened arguments `leaves`, and counts the rows read of tables in `Plan.watched`.
         Returns an error text for a bad id, else None.
@@ -54,10 +60,7 @@ def make_batch_check(
                 return unreadable_batch(error)
             failure = describe_bad_id(ids, names, num_rows)
             if failure is None and counters.calls % SAMPLED_EVERY == 0:
-                for table in watched:
-                    own = [each for each, name in zip(ids, names, strict=True) if name == table.parameter]
-                    rows = unique_ids(own, table.num_rows, table.uses[0].padding_idx)[0].numel()
-                    counters.rows_seen[table.parameter] = rows
+                counters.rows_seen = {table.parameter: count_rows(table, ids) for table in watched}
             return failure
 
     return check_and_count

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,10 +75,7 @@ class Entries:
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
         """Returns the first entry whose capture is valid for a flattened batch (`leaves`), or None."""
-        for entry in self.found:
-            if entry.captured.accepts(leaves):
-                return entry
-        return None
+        return next((entry for entry in self.found if entry.captured.accepts(leaves)), None)
 
 
 class ProgramCache(dict[Any, Entries]):
@@ -100,9 +98,8 @@ class ProgramCache(dict[Any, Entries]):
         return found
 
     def entries(self) -> Iterator[Entry]:
-        """Yields every cache entry of every key."""
-        for each in self.values():
-            yield from each.found
+        """Returns an iterator over every cache entry of every key."""
+        return chain.from_iterable(each.found for each in self.values())
 
 
 @dataclass
@@ -136,17 +133,14 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
         spec: the tree structure of the arguments, as returned by `flatten_arguments`.
         train: whether gradients are enabled.
     """
-    autocast: tuple[Any, ...] = ()
-    for device in ("cpu", "cuda"):
-        if torch.is_autocast_enabled(device):
-            autocast += (device, torch.get_autocast_dtype(device))
+    enabled = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
+    autocast = tuple((device, torch.get_autocast_dtype(device)) for device in enabled)
     return (id(spec), signature(leaves)), train, modes, autocast
 
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the types, dtypes, devices and numbers of dimensions of flattened arguments, which a capture fixes."""
-    found: list[Any] = []
-    for leaf in leaves:
-        is_tensor = isinstance(leaf, Tensor)
-        found.append((leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if is_tensor else type(leaf))
-    return tuple(found)
+    return tuple(
+        (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
+        for leaf in leaves
+    )

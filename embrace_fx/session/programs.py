@@ -206,7 +206,7 @@ class Programs:
         monitor = self.in_use.monitor
         if monitor is not None and self.counters.calls % SAMPLED_EVERY == 0:
             monitor.observe(self._context.announcements.rows_read)
-            if monitor.wants_plan and self.counters.replan_for != DRIFT:
+            if monitor.wants_plan:
                 self.ask_to_replan(DRIFT)
 
     def replan(self, entry: Entry, leaves: Sequence[Any], reason: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -162,14 +163,14 @@ def tables_report(tables: Mapping[str, Member], ranks: int, beyond: Mapping[str,
         ranks: the number of ranks.
         beyond: texts about the predicted storage reads of tables larger than memory, by name of the table.
     """
-    rows: list[tuple[str, ...]] = [("", "parameters", "gradient", "state", "parameters", "gradient", "state")]
-    for name, table in tables.items():
-        numbers = (*table.predicted_bytes(ranks), *table.held_bytes())
-        rows.append((name, *("not known yet" if number is None else _mib(number) for number in numbers)))
+    rows = [
+        ("", *("parameters", "gradient", "state") * 2),
+        *((name, *map(_mib, (*of.predicted_bytes(ranks), *of.held_bytes()))) for name, of in tables.items()),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for name, table in tables.items():
-        aligned += [line for line in (table.store.remark, beyond.get(name) and f"  {beyond[name]}") if line]
+    remarks = ((of.store.remark, beyond.get(name) and f"  {beyond[name]}") for name, of in tables.items())
+    aligned += filter(None, chain.from_iterable(remarks))
     return "\n".join(["tables of this rank: predicted, then measured", *(f"  {each}" for each in aligned)])
 
 
@@ -178,9 +179,9 @@ def _nbytes(values: Iterable[Any]) -> int:
     return sum(value.numel() * value.element_size() for value in values if isinstance(value, Tensor))
 
 
-def _mib(nbytes: int) -> str:
-    """Returns a number of bytes as text in MiB."""
-    return f"{nbytes / 2**20:,.2f} MiB"
+def _mib(nbytes: int | None) -> str:
+    """Returns a number of bytes as text in MiB, or "not known yet" for None."""
+    return "not known yet" if nbytes is None else f"{nbytes / 2**20:,.2f} MiB"
 
 
 _METRICS: Mapping[Share, str] = {
