@@ -407,7 +407,6 @@ def _peak_held_bytes(timeline: Timeline, rank: int) -> int:
     for span in timeline.spans:
         if span.rank == rank and span.operation.held_bytes:
             name, held = span.operation.name, span.operation.held_bytes
-            freed = max((ends.get((span.window + d.distance, d.after), last) for d in readers[name]), default=0.0)
-            if freed > span.end_ms:
-                changes += [(span.end_ms, held), (freed, -held)]
+            read = [ends.get((span.window + d.distance, d.after), last) for d in readers[name]]
+            changes += [(span.end_ms, held), (max([span.end_ms, *read]), -held)]
     return max(accumulate(change for _, change in sorted(changes)), default=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from embrace_fx.vocabulary.plan import Candidate, Decision, Plan
 from embrace_fx.vocabulary.plan_summary import LONGEST, give_advice, summarize
-from embrace_fx.vocabulary.plan_text import render
+from embrace_fx.vocabulary.plan_text import render, terminal_width
+from tests.support.golden import check_golden
 
 
 def table(name: str, strategy: str, candidates: tuple[Candidate, ...] = ()) -> Decision:
@@ -19,21 +21,25 @@ def table(name: str, strategy: str, candidates: tuple[Candidate, ...] = ()) -> D
 
 def test_the_line_is_short_and_names_tables_as_far_as_there_is_room() -> None:
     long = [table(f"model.encoder.embeddings.word_embeddings_{k}.weight", "alltoall") for k in range(5)]
-    few = [table("user.weight", "alltoall"), table("item.weight", "allreduce")]
-    assert len(summarize(Plan(64, tuple(long), ()))) <= LONGEST
-    assert summarize(Plan(64, tuple(long), ())).startswith(
-        "5 tables sharded, 0 whole; a rank sends 10.0 MiB per step, DDP "
-    )
-    assert "sharded: user.weight, 1 whole" in summarize(Plan(2, tuple(few), ()))
-    assert len(summarize(Plan(1, tuple(few), ()))) <= LONGEST
-    assert summarize(Plan(2, (), ())).startswith("0 tables sharded, 0 whole; a rank sends 0 B per step")
+    few = [table("user.weight", "alltoall"), table("item.weight", "allreduce"), table("kept.weight", "frozen")]
+    short = [replace(table(name, "alltoall"), sent_bytes_per_step=0, ddp_bytes_per_step=0) for name in "abcd"]
+    lists = (long, [*long, few[1]], short, [few[0], *(replace(d, strategy="zen") for d in long)], few, few[:0])
+    lines = [summarize(Plan(ranks, tuple(found), ())) for found in lists for ranks in (64, 1)]
+    assert max(map(len, lines)) <= LONGEST
+    check_golden("plan_lines", "\n".join(lines))
 
 
 def test_the_report_says_how_to_shard_a_whole_table_and_how_to_have_the_plan_again() -> None:
-    slower = Candidate("alltoall", "", 100, 3.0, 0, "3.00 times the time")
-    told = give_advice(Plan(2, (table("item.weight", "allreduce", (slower,)),), ()))
-    assert 'strategy={"item.weight": "alltoall"} would shard item.weight for +2.0 ms a step' in told
-    assert 'compile(model, plan="plan.json") repeats it' in told
+    slower, slowest, chosen = (Candidate("alltoall", "", 100, ms, 0, f"{ms} times the time") for ms in (3.0, 5.0, 0.5))
+    zen, unable = Candidate("zen", "", 1, 0.1, 0, ""), replace(chosen, rejected="40 of 1000000 rows read")
+    whole = {"user.weight": slowest, "item.weight": slower, "kept.weight": unable, "zen.weight": zen}
+    tables = [table(name, "allreduce", (candidate,)) for name, candidate in whole.items()]
+    sharded = table("sharded.weight", "alltoall", (chosen,))
+    assert give_advice(Plan(2, (*tables, sharded), ())).splitlines() == [
+        'strategy={"item.weight": "alltoall"} would shard item.weight for +2.0 ms a step',
+        'model.plan.save("plan.json") keeps this plan; compile(model, plan="plan.json") repeats it',
+    ]
+    assert give_advice(Plan(1, (sharded,), ())) == ""
 
 
 def test_dense_parameters_share_a_row_of_the_report_and_have_their_own_in_the_plan() -> None:
@@ -41,23 +47,20 @@ def test_dense_parameters_share_a_row_of_the_report_and_have_their_own_in_the_pl
         Decision(f"layers.{k}.weight", (8, 8), False, "allreduce", "dense gradient", 256, 256, 0.1) for k in range(40)
     ]
     frozen = Decision("frozen.weight", (8,), False, "frozen", "takes no gradient", 0, 0, 0.0)
-    plan = Plan(2, (table("user.weight", "alltoall"), *dense, frozen), ())
+    plan = Plan(2, (replace(table("user.weight", "alltoall"), travels_as="int8"), *dense, frozen), ())
 
     assert all(f"layers.{k}.w" in str(plan) for k in (0, 39))  # a narrow terminal may wrap the rest of a name
-    folded = render(plan, folded=True)
-    assert "40 others" in folded
-    assert "2,560 in all" in folded
-    assert "10.0 KiB" in folded
-    assert "layers." not in folded
-    assert "frozen.weight" in folded
+    check_golden("plan_folded", render(plan, folded=True))
     assert "<pre" in plan._repr_html_()
 
 
 def test_the_report_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(2, (table("user.weight", "alltoall"),), ())
     monkeypatch.setattr("sys.stdout.fileno", lambda: 1)
-    for columns in (80, 100, 180):
+    for columns, used in ((60, 80), (100, 100), (300, 200)):
         monkeypatch.setattr("os.get_terminal_size", lambda _, columns=columns: os.terminal_size((columns, 24)))
-        assert max(map(len, str(plan).splitlines())) <= columns
+        assert terminal_width() == used
+        assert max(map(len, str(plan).splitlines())) <= used
     monkeypatch.setattr("sys.stdout", None)  # as in a daemon
+    assert terminal_width() == 160
     assert "user.weight" in str(plan)

@@ -71,6 +71,13 @@ def test_figures_are_medians_over_ranks_and_windows() -> None:
     found = diagnose(shown)
     assert (found.step_ms, found.compute_ms) == (9.0, 5.5)
     assert found.exposed_ms["dense"] == found.communication_ms["dense"] == 3.5
+    shares = {share: round(ms, 3) for share, ms in found.shares_ms.items() if ms}
+    assert shares == {"forward": 1.333, "backward": 4.0, "dense": 3.667}
+
+
+def test_what_is_neither_compute_nor_a_wait_is_between_in_the_window_of_median_length() -> None:
+    spans = [Span(BACKWARD, window, 0, at, at + 4.0) for window, at in enumerate((0.0, 5.0, 25.0, 32.0, 42.0))]
+    assert diagnose(Timeline(tuple(spans), (), 1)).shares_ms["between"] == 3.0  # 5, 20, 7 and 10 ms
 
 
 @pytest.mark.parametrize(
