@@ -31,18 +31,19 @@ def exchanged_once(graph: TrainingGraph) -> Iterator[Violation]:
     An exchange that is split into parts or chunks is counted once.
     """
     before = Counter(op_name(node) for node in graph.module.graph.nodes)
-    after: Counter[str] = Counter()
-    for module in graph.phases.values():
-        for node in module.graph.nodes:
-            launch = launch_of(node)
-            if launch is None or (launch.part != "delayed" and launch.number == 0):
-                after[op_name(node)] += 1
+    after = Counter(op_name(node) for module in graph.phases.values() for node in module.graph.nodes if _is_first(node))
     for handed, launches in _HANDED_OVER.items():
         expected_count, left = (sum(counts[launch] for launch in launches) for counts in (before, after))
         if expected_count != left + after[handed]:
             found = f"{left} and {after[handed]}"
             expected = f"{expected_count} x {' or '.join(launches)} or {handed} in the phases"
             yield Violation(None, expected, found, "hand each exchange over once")
+
+
+def _is_first(node: fx.Node) -> bool:
+    """Returns whether a node does not launch a delayed part or a later chunk of an exchange."""
+    launch = launch_of(node)
+    return launch is None or (launch.part != "delayed" and launch.number == 0)
 
 
 _HANDED_OVER = {
@@ -55,10 +56,10 @@ _HANDED_OVER = {
 
 def launches_identified(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that the last argument of each submission and each await is the id of its collective."""
-    for node in window_nodes(graph):
-        if op_name(node) in SUBMISSIONS | AWAITS and str(launch_of(node)) != node.args[-1]:
-            remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
-            yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
+    launching = [node for node in window_nodes(graph) if op_name(node) in SUBMISSIONS | AWAITS]
+    for node in [node for node in launching if str(launch_of(node)) != node.args[-1]]:
+        remedy = "make the node with embrace_fx.passes.rewriter.Rewriter.launch"
+        yield Violation(node, f"the id of its launch, {launch_of(node)}", f"{node.args[-1]!r}", remedy)
 
 
 # ---- rows ----
@@ -70,12 +71,10 @@ def rows_current(graph: TrainingGraph) -> Iterator[Violation]:
     """
     for phase in ("backward", "forward"):
         updated: dict[str, set[OperationId]] = defaultdict(set)
-        for node in graph.phases[phase].graph.nodes:
+        for node in _calls_of(graph.phases[phase], "update_rows", "submit_rows"):
             if op_name(node) == "embrace::update_rows":
                 updated[id_of(node).what].add(id_of(node))
-            if op_name(node) != "embrace::submit_rows":
-                continue
-            if missing := sorted(updated[id_of(node).what] - set(_updates_before(node.args[0]))):
+            elif missing := sorted(updated[id_of(node).what] - set(_updates_before(node.args[0]))):
                 expected = f"'{id_of(node)}' to be looked up after the update by {', '.join(map(str, missing))}"
                 yield Violation(node, expected, "a shard without it", "read the result of that update_rows")
 
@@ -89,10 +88,10 @@ def _updates_before(value: object) -> Iterator[OperationId]:
 
 def rows_joined(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that a forward joins all parts, such as early and late rows, in which a table's rows were sent."""
+    if graph.varied is not None:
+        return
     sent = [launch for launch in _submitted(graph) if launch.kind == "lookups"]
-    for node in graph.phases["forward"].graph.nodes:
-        if op_name(node) != "embrace::join_rows" or graph.varied is not None:
-            continue
+    for node in _calls_of(graph.phases["forward"], "join_rows"):
         table = node.args[3]
         parts = {launch for value in node.all_input_nodes if (launch := awaited(value)) is not None}
         expected = {launch for launch in sent if launch.what == table}
@@ -119,6 +118,11 @@ def gradients_cut_once(graph: TrainingGraph) -> Iterator[Violation]:
             yield Violation(None, f"gradients of {table} that are cut once", found, remedy)
 
 
+def _calls_of(module: fx.GraphModule, *ops: str) -> list[fx.Node]:
+    """Returns the nodes of a module that call one of these ops of the package, in the order of the graph."""
+    return [node for node in module.graph.nodes if op_name(node).removeprefix("embrace::") in ops]
+
+
 def _submitted(graph: TrainingGraph) -> list[OperationId]:
     """Returns the ids of the collectives that one step submits."""
     return [*submitted(graph.phases["backward"], graph.phases["forward"])]
@@ -130,9 +134,8 @@ def _submitted(graph: TrainingGraph) -> list[OperationId]:
 def chunks_cover(graph: TrainingGraph) -> Iterator[Violation]:
     """Checks that the chunks in which a bucket of gradients is reduced contain each of its elements exactly once."""
     chunks: dict[str, list[fx.Node]] = defaultdict(list)
-    for node in window_nodes(graph):
-        if op_name(node) == "embrace::submit_chunk":
-            chunks[id_of(node).what].append(node)
+    for node in (node for phase in graph.phases.values() for node in _calls_of(phase, "submit_chunk")):
+        chunks[id_of(node).what].append(node)
     for bucket, nodes in chunks.items():
         end = 0
         for node in sorted(nodes, key=lambda each: int(str(each.args[1]))):
@@ -181,9 +184,7 @@ def parameters_current(graph: TrainingGraph) -> Iterator[Violation]:
         if not isinstance(role, PendingGradients):
             continue
         bucket = bucket_name(role.bucket)
-        updates = [
-            n for n in forward.graph.nodes if op_name(n) == "embrace::update_bucket" and n.args[1] == role.bucket
-        ]
+        updates = [node for node in _calls_of(forward, "update_bucket") if node.args[1] == role.bucket]
         if len(updates) > 1:
             yield Violation(updates[1], f"one update of {bucket}", f"{len(updates)}", "let all readers share one")
         for update in updates:
