@@ -16,16 +16,20 @@ from embrace_fx.cost.links import CORE
 from embrace_fx.passes.dropout import EagerDropout
 from embrace_fx.passes.memory.budget import Memory, apply_choice
 from embrace_fx.passes.memory.choose import TimedStep, eviction_sequences
+from embrace_fx.passes.memory.copy_placement import NO_COPIES, CopyRate
 from embrace_fx.passes.memory.memory_simulator import MemorySimulator
 from embrace_fx.passes.memory.regions import can_recompute
 from embrace_fx.passes.node_cost import node_ms, node_time_estimator
 from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.step_memory import step_memory
 from embrace_fx.runtime.ranks.failure import PeerFailure
+from embrace_fx.vocabulary.copy_ops import COPY_OPS
 from embrace_fx.vocabulary.graph import written_by
+from embrace_fx.vocabulary.ops import op_name
 from tests.support.budgets import IDS, make, measured, plain
 from tests.support.checkpointed import FORMS, Block, Normalised, Odd, Recurrent, assert_equal_gradients, gradients
 from tests.support.counted_memory import CountedMemory
+from tests.support.golden import check_golden
 from tests.support.graphs import analysed
 from tests.support.inside import memory_limit_of, pipeline_of
 from tests.support.ranks import run_ranks
@@ -140,11 +144,22 @@ def test_ranks_that_read_other_numbers_of_rows_decide_alike() -> None:
     assert first[2]
 
 
-def test_less_memory_costs_more_time_and_no_budget_changes_nothing() -> None:
+def test_golden_of_what_leaves_memory_and_comes_back() -> None:
+    """Less memory costs more time, and no budget changes nothing."""
     graph = run_passes(analysed(make(Block), IDS), (EagerDropout(),)).graph
     assert Memory(1e12, CORE)(graph).module is graph.module
-    times = [sum(node_ms(n, CORE) for n in step_memory(Memory(b, CORE)(graph)).nodes) for b in (0.99, 0.8, 0.6, 0.5)]
-    assert times == sorted(times)
+    lines, times = [" ".join(map(str, step_memory(graph).bytes_at_node))], []
+    some = {NO_COPIES: (0.99, 0.8, 0.6, 0.5), CopyRate(1e9): (0.8, 0.5), CopyRate(1e6, 0.01, 0.5): (0.6, 0.5)}
+    for copies, budgets in some.items():
+        for budget in budgets:
+            result = Memory(budget, CORE, copies)(graph)
+            found = step_memory(result)
+            times.append(sum(node_ms(n, CORE) for n in found.nodes))
+            lines += [f"# {budget}, {copies}: {found.peak_bytes} of {result.memory_limit} bytes, {times[-1]:.4f} ms"]
+            lines += [f"{k} {n.name}" for k, n in enumerate(found.nodes) if "again" in n.meta or op_name(n) in COPY_OPS]
+            lines += [found.as_line()]
+    assert times[:4] == sorted(times[:4])
+    check_golden("budgets", "\n".join(lines))
 
 
 def test_a_budget_that_cannot_be_met() -> None:
