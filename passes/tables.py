@@ -82,7 +82,7 @@ def _describe_table(
     dense += [n.name for n in backwards if n.name not in claimed]
     dense += [n.name for n in terms if n not in backwards and n.name not in dense]
     value = weight.meta["val"]
-    max_norm = len(copies) > 1
+    max_norm = copies != [weight]
     return TableSpec(role.name, value.shape[0], value.shape[1], value.dtype, uses, tuple(dense), max_norm)
 
 

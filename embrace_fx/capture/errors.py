@@ -230,6 +230,6 @@ def _is_user_code(file: str) -> bool:
 
 
 def _first_lines(error: Exception) -> str:
-    """Returns the first two lines of an error's text."""
+    """Returns the first two lines of an error's text, without a period at the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or "no message"
+    return " ".join(lines[:2]).rstrip(".") or "no message"

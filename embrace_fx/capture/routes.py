@@ -107,12 +107,10 @@ def copies_to_mark(
 def quiet_dynamo() -> Iterator[None]:
     """Opens a context with Dynamo's options for a capture, and without its warnings.
 
-    Python numbers become constants, and only marked sizes vary. Other models that Dynamo has traced do not change this.
+    Only marked sizes vary. Other models that Dynamo has traced do not change this.
     """
     options = {
         "allow_rnn": True,
-        "specialize_int": True,
-        "specialize_float": True,
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
     }
@@ -148,8 +146,7 @@ def _replace_untraceable_calls(read: fx.GraphModule) -> None:
     """
     for module in [each for each in read.modules() if isinstance(each, fx.GraphModule)]:
         kinds: tuple[Any, ...] = (*CELLS, *_SPARSE, torch.nn.functional.linear)
-        found = [node for kind in kinds for node in module.graph.find_nodes(op="call_function", target=kind)]
-        for node in found:
+        for node in [node for kind in kinds for node in module.graph.find_nodes(op="call_function", target=kind)]:
             if (cell := CELLS.get(node.target)) is not None:
                 node.target, node.args = rnn_as_ops, (cell, *node.args)
                 continue
@@ -163,8 +160,6 @@ def _replace_untraceable_calls(read: fx.GraphModule) -> None:
                 node.update_arg(place, False)
             else:
                 node.update_kwarg("sparse", False)
-        if found:
-            module.recompile()
 
 
 UNREAD = "an argument that the forward does not read"

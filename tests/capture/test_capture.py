@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -155,26 +156,30 @@ def calls_a_higher_order_op(model: Model, ids: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize(("forward", "line"), [(branches, 2), (asks_for_values, 1), (calls_a_higher_order_op, 2)])
-def test_the_error_names_the_users_line_and_the_reason(forward: Callable[..., Any], line: int) -> None:
-    with pytest.raises(CaptureError) as raised:
-        captured(forward, IDS)
-    message = str(raised.value)
-    where = forward.__code__.co_firstlineno + line
-    assert f"test_capture.py:{where} in {forward.__name__}" in message
-    assert "the forward cannot be captured as one graph" in message
-    assert f"test_capture.py:{where} in {forward.__name__}: " in raised.value.reason
-    assert "Rewrite that line" in message
+def raises(model: Model, ids: Tensor) -> Tensor:
+    raise KeyError("an odd batch", ids.shape[0])
 
 
-def test_a_forward_that_raises_is_not_taken_for_one_that_cannot_be_captured() -> None:
-    """The user's own error is in the message."""
+def fails(model: Model, ids: Tensor) -> Tensor:
+    model.norm(plain(model, ids).flatten(0, 1))
+    found: Tensor = model.linear(model.table(ids)[..., :3])
+    return found
 
-    def forward(model: Model, ids: Tensor) -> Iterator[Tensor]:
-        raise ValueError("an odd batch")
 
-    with pytest.raises(CaptureError, match="an odd batch"):
-        captured(forward, IDS)
+def test_golden_of_errors() -> None:
+    """An error names the user's line. If the forward raises, its own error is in the message, and nothing is left."""
+    refused = ((branches, 2, "cpu"), (asks_for_values, 1, "cpu"), (calls_a_higher_order_op, 2, "cpu"))
+    lines = []
+    for forward, line, device in (*refused, *((raises, 1, d) for d in ("cpu", "meta")), (fails, 2, "cpu")):
+        model = model_of(forward).to(device)
+        before = [buffer.clone() for buffer in model.buffers()]
+        with pytest.raises(CaptureError) as found:
+            capture(model, (IDS.to(device),), {}, train=True)
+        error = found.value
+        assert f"test_capture.py:{forward.__code__.co_firstlineno + line} in {forward.__name__}" in str(error)
+        assert device == "meta" or all(map(torch.equal, model.buffers(), before))
+        lines += [f"# {forward.__name__}, {device}", str(error), f"{error.reason}, {error.where}, {error.raised!r}"]
+    check_golden("capture_errors", re.sub(r"[^\s']*?(\w+\.py):\d+", r"\1", "\n".join(lines)))
 
 
 class WritesItsInput(nn.Module):
