@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from time import perf_counter
 
 from torch import fx
@@ -177,10 +178,11 @@ def _verify(changed: Sequence[tuple[str, TrainingGraph]], captured: TrainingGrap
         analysed: the graph before the passes of `changed`.
     """
     try:
-        for name, graph in changed[-1:]:
+        if changed:
+            name, graph = changed[-1]
             verify(graph, after=name, captured=captured, previous=analysed)
     except VerificationError:
-        for (name, graph), (_, before) in zip(changed, [("", analysed), *changed[:-1]], strict=True):
+        for (_, before), (name, graph) in pairwise([("", analysed), *changed]):
             verify(graph, after=name, captured=captured, previous=before)
         raise
 

@@ -315,11 +315,10 @@ class TrainingGraph:
 
     def node(self, name: str) -> fx.Node:
         """Returns the node with this name. Raises `KeyError` if there is none."""
-        found: fx.Node
-        for found in self.graph.nodes:
-            if found.name == name:
-                return found
-        raise KeyError(f"The graph has no node named {name!r}. Print its attribute `graph` to see the names.")
+        found: fx.Node | None = next((node for node in self.graph.nodes if node.name == name), None)
+        if found is None:
+            raise KeyError(f"The graph has no node named {name!r}. Print its attribute `graph` to see the names.")
+        return found
 
     def inputs(self) -> Iterator[tuple[fx.Node, InputRole]]:
         """Yields (placeholder, role) for each input of the joint graph. The role tells what the input is, such as
@@ -452,7 +451,7 @@ def source_of(node: fx.Node) -> str:
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     for frame in reversed(frames):
-        file, line, function = (part.strip() for part in frame.split(",")[:3])
+        file, line, function, *_ = map(str.strip, frame.split(","))
         file = file.removeprefix("File ").strip('"')
         # Skip this package's frames, which torch 2.11 records if torch function modes are active.
         if not file.startswith(_OWN):

@@ -55,5 +55,6 @@ class Copies:
 @pytest.mark.parametrize("behind", [(), (Copies(),)], ids=["last", "not last"])
 def test_a_broken_pass_is_named(behind: tuple[Copies, ...]) -> None:
     shard = next(each for each in training_passes(plan_of(TABLE), {TABLE}, 0) if isinstance(each, ShardTables))
+    graph = analysed(tables_model(plain), IDS)
     with pytest.raises(VerificationError, match=r"\(in pass DropsWaits"):
-        run_passes(analysed(tables_model(plain), IDS), (shard, Copies(), DropsWaits(), *behind))
+        run_passes(graph, (DropsWaits(), *behind), run_passes(graph, (shard, Copies())))
