@@ -82,10 +82,13 @@ def flops(node: fx.Node, expected: ExpectedSizes = NOTHING_EXPECTED) -> float:
     formula = _formula(node)
     if formula is None:
         return 0.0
-    sized = functools.partial(_with_expected_sizes, expected=expected)
-    args, kwargs = pytree.tree_map(
-        functools.partial(_replace_by_sized, expected=expected), (node.args, dict(node.kwargs))
-    )
+
+    def sized(leaf: Any) -> Any:
+        """Returns a meta tensor of the expected sizes for a tensor, or for a node whose value is a tensor."""
+        value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
+        return torch.empty(_expected_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
+
+    args, kwargs = pytree.tree_map(sized, (node.args, dict(node.kwargs)))
     return float(formula(*args, **kwargs, out_val=pytree.tree_map(sized, node.meta.get("val"))))
 
 
@@ -106,20 +109,6 @@ def _formula(node: fx.Node) -> Formula | None:
     assert isinstance(node.target, torch._ops.OpOverload)
     packet = node.target.overloadpacket
     return _OWN.get(packet) or flop_registry.get(packet)
-
-
-def _replace_by_sized(argument: Any, expected: ExpectedSizes) -> Any:
-    """Replaces an argument that is a node by a meta tensor of the node's expected sizes; returns other arguments
-    unchanged.
-    """
-    return _with_expected_sizes(argument.meta.get("val"), expected) if isinstance(argument, fx.Node) else argument
-
-
-def _with_expected_sizes(value: Any, expected: ExpectedSizes) -> Any:
-    """Returns a meta tensor with a fake tensor's sizes; data-dependent sizes get their expected values."""
-    if isinstance(value, list | tuple):
-        return type(value)(_with_expected_sizes(each, expected) for each in value)
-    return torch.empty(_expected_shape(value, expected), device="meta") if isinstance(value, Tensor) else value
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> float:

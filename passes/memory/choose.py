@@ -235,7 +235,7 @@ def _filter_order(step: TimedStep, candidates: Sequence[Storage]) -> list[Storag
     starts_ms = np.array(step.starts_ms)
     score = np.array([s.nbytes for s in candidates], dtype=np.int64) * (starts_ms[end] - starts_ms[begin])
     order: list[Storage] = []
-    for _ in candidates:
+    while (score >= 0).any():
         peak = held.argmax()
         there = np.where((begin < peak) & (peak < end), score, -1.0)
         chosen = int((there if there.max() >= 0 else score).argmax())

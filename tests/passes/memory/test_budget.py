@@ -108,6 +108,8 @@ def test_what_a_loop_over_time_computes_with_counts(cell: str, steps: int) -> No
         gradients(model, compiled, ids)
     predicted: Any = pipeline_of(compiled).step_memory()
     assert predicted.peak_bytes == pytest.approx(counted.peak_bytes, rel=0.05)
+    held = zip(predicted.nodes, predicted.bytes_at_node, strict=True)
+    check_golden(f"memory_{cell.lower()}", "\n".join(f"{n.name} {nbytes} {node_ms(n, CORE):.3g}" for n, nbytes in held))
 
 
 SHARDED = {"words.weight": "alltoall", "items.weight": "alltoall"}

@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from embrace_fx.passes.scheduler.launch_order import schedule
-from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.passes.verifier.windows import INVARIANTS, check_launches, find_deadlock
 from embrace_fx.vocabulary.graph import TrainingGraph, copy_module
 from embrace_fx.vocabulary.operation_id import IDS, OperationId, chunk_id, gradients_id, rows_id
@@ -270,9 +269,3 @@ def test_an_order_is_of_what_the_graph_submits() -> None:
         find_deadlock(graph, [launch for launch in order if launch != IDS])
     )
     assert "one of them twice" in str(find_deadlock(graph, (*order, order[0])))
-
-
-def test_the_verifier_names_the_invariant() -> None:
-    graph, _ = translator("2d")
-    with pytest.raises(VerificationError, match=r"rows_current: expected 'source\.weight rows'"):
-        verify(broken(graph, late_rows_without_their_update), after="by hand", captured=graph, previous=graph)
