@@ -78,11 +78,10 @@ def _dropouts(graph: TrainingGraph) -> list[fx.Node]:
 
 def _is_replaceable(node: fx.Node) -> bool:
     """Returns whether a `native_dropout` node runs on the CPU and its mask is read only by the dropout's backward."""
-    value = node.args[0]
-    if not isinstance(value, fx.Node) or value.meta["val"].device.type != "cpu":
-        return False
-    masks = [user for user in node.users if user.args[1] == 1]
-    return all(user.target is aten.native_dropout_backward.default for mask in masks for user in mask.users)
+    (value,) = node.all_input_nodes
+    readers = [user for item in node.users if item.args[1] == 1 for user in item.users]
+    is_on_cpu = value.meta["val"].device.type == "cpu"
+    return is_on_cpu and all(user.target is aten.native_dropout_backward.default for user in readers)
 
 
 def use_scaled_noise(rewriter: Rewriter, node: fx.Node) -> None:

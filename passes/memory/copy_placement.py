@@ -98,11 +98,10 @@ def place_copies(
     copies = _place_hidden(storages, starts_ms, backward, rate)
     for copy in copies:
         held[copy.left : copy.comes] -= copy.storage.nbytes
-    while held.size and held.max() > limit:
+    while held.max(initial=0) > limit:
         if not _move_copy_closer(copies, held, int(held.argmax()), backward):
             break
-    peak = int(held.max()) if held.size else 0
-    return Placement(tuple(copies), peak, _added_ms(copies, starts_ms, rate))
+    return Placement(tuple(copies), int(held.max(initial=0)), _added_ms(copies, starts_ms, rate))
 
 
 def _place_hidden(

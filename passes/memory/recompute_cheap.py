@@ -192,10 +192,10 @@ class _MinimumCuts:
         again = self._to_recompute(needed, saved)
         less = sum(sizes[position[s]] for s in needed) - sum(sizes[k] for k in cut)
         kernels = sum(len(self._makers[s]) for s in again)
-        if not again or less < WORTH_BYTES * max(kernels, 1):
+        if less < WORTH_BYTES * max(kernels, 1):
             return None
         nodes = {node for s in again for node in self._makers[s]}
-        return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES.get(op_name(n), 0.0) for n in nodes))
+        return _RecomputedPiece(tuple(again), less, sum(self._node_ms(n) * TIMES[op_name(n)] for n in nodes))
 
     def _to_recompute(self, needed: Iterable[Storage], saved: set[Storage]) -> list[Storage]:
         """Returns the storages that must be recomputed so that the backward has all of `needed`, if only those in

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from embrace_fx.passes.shard import ShardTables
+from embrace_fx.passes.sparse_gradients import SparseGradients
 from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.graph import Gradient, Parameter
 from tests.support.golden import check_golden
 from tests.support.graphs import (
     BAG,
@@ -96,6 +98,12 @@ def test_a_forward_alone_sends_no_gradients() -> None:
     sharded = verified(sharding(TABLE), graph)
     assert "embrace::all_to_all_gradients" not in targets(sharded.graph)
     assert_equal_outputs(run_graph(sharded, model, IDS), run_graph(graph, model, IDS))
+
+
+def test_a_table_without_a_gradient_on_this_rank_gets_one_without_rows() -> None:
+    model = tables_model(lambda m, x: m.table(x) + m.other(x).detach())
+    graph = verified(SparseGradients(BOTH, BOTH), analysed(model, IDS))
+    assert run_graph(graph, model, IDS)[Gradient(Parameter("other.weight"))]._nnz() == 0
 
 
 def renormed(model: Tables, ids: Tensor) -> Any:

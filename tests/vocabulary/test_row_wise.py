@@ -18,6 +18,7 @@ def test_a_row_has_one_sum_and_stands_still_without_a_gradient() -> None:
         bias.grad = torch.tensor([2.0, 0.0], dtype=torch.float64)
         optimizer.step()
 
+    assert embrace_fx.RowWiseAdagrad([bias]).defaults == {"lr": 0.01, "eps": 1e-8, "initial_accumulator_value": 0.0}
     sums: Tensor = optimizer.state[table]["sum"]
     assert sums.tolist() == [11.0, 1.0]
     moved = 0.5 * (6**-0.5 + 11**-0.5)
