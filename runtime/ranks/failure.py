@@ -164,9 +164,11 @@ class RankStatus:
 
     @property
     def last_launch(self) -> str:
-        """The name and number of the rank's last launch."""
-        name, step = next(reversed(self.launched.items()), ("none", 0))
-        return f"number {self.launches}, {name!r} of step {step - self.preparations}"
+        """What the rank has launched last: a clause for errors, with the launch's number, name and step."""
+        if not self.launched:
+            return "has not launched anything"
+        name, step = next(reversed(self.launched.items()))
+        return f"its last launch was number {self.launches}, {name!r} of step {step - self.preparations}"
 
 
 def place_of_main_thread() -> str:
@@ -297,7 +299,7 @@ class LivenessCheck:
                 name = what if what in absent else absent[0]
                 found.append(
                     f"rank {r} has not launched {name!r} of step {own[name] - self._progress.preparations}: it is in "
-                    f"{each.place}, and its last launch was {each.last_launch}"
+                    f"{each.place}, and {each.last_launch}"
                 )
         if found:
             return "; ".join(found)

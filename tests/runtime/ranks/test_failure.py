@@ -155,8 +155,8 @@ def test_a_rank_that_is_behind_is_named_with_the_launch_that_others_wait_for() -
         ranks[1].raise_named(RuntimeError("timed out"), "ids")
     assert re.sub(r"test_failure\.py:\d+", "here", str(raised.value)) == (
         "A collective timed out on rank 1: rank 0 has not launched 'bucket 0' of step 2: it is in here, and its last "
-        "launch was number 2, 'ids' of step 2; rank 2 has not launched 'ids' of step 2: it is in here, and its last "
-        "launch was number 0, 'none' of step -1 (timed out). Check the source lines named here, and restart the job "
+        "launch was number 2, 'ids' of step 2; rank 2 has not launched 'ids' of step 2: it is in here, and has not "
+        "launched anything (timed out). Check the source lines named here, and restart the job "
         "from a checkpoint."
     )
     for each in ranks:
@@ -168,6 +168,42 @@ def test_a_peer_failure_reports_every_rank_that_failed() -> None:
     assert str(error) == (
         "rank 0: expected c, found d; rank 2: expected a, found b. Nothing of this step was applied, on any rank."
     )
+
+
+STUCK_TIMEOUT_S = 3.0
+
+
+def _stand_still(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def _train_until_one_stands_still(rank: int, world_size: int, where: str) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=STUCK_TIMEOUT_S))
+    plain = Model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = embrace_fx.compile(plain, optimizer=optimizer, strategy="alltoall", process_group=group)
+    batches = [(torch.arange(5) + rank + step, torch.ones(())) for step in range(4)]
+    for step, batch in enumerate(model.lookahead(batches)):
+        stands = rank == 1 and step == 2
+        if stands and where == "before its step":
+            _stand_still(2 * STUCK_TIMEOUT_S)
+        loss = model(*batch)
+        if stands and where == "before its backward":
+            _stand_still(2 * STUCK_TIMEOUT_S)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("where", "launch"), [("before its step", "'announcement'"), ("before its backward", "'.+'")])
+def test_a_rank_that_lives_and_stands_still_is_named_with_its_line(where: str, launch: str) -> None:
+    waiting, stuck = fresh_ranks(2, _train_until_one_stands_still, where)
+    line = _stand_still.__code__.co_firstlineno + 1
+    assert isinstance(waiting.exception, StuckRank), waiting
+    expected = rf"rank 1 has not launched {launch} of step 3: it is in test_failure.py:{line}"
+    assert re.search(expected, str(waiting.exception))
+    assert isinstance(stuck.exception, DeadRank | StuckRank)
 
 
 def _leave_in(rank: int, world_size: int, where: str) -> None:
