@@ -4,38 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import embrace_fx
-from embrace_fx.cost.devices import ATTAINED, DEVICES, Device
-from embrace_fx.cost.links import CORE, Cluster, Compute, Handling, Link
-
-
-def test_compute_takes_the_time_of_its_products_and_of_its_bytes() -> None:
-    assert Compute(1e6, 1e3, 0.5).time_ms(2e6, 4e3) == pytest.approx(0.5 + 2.0 + 4.0)
-
-
-@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
-def test_a_device_passes_over_its_own_memory_at_what_is_attained_of_its_rate(device: Device) -> None:
-    handling, compute = device.handling, device.compute
-    assert handling.pass_bytes_per_ms == compute.moved_bytes_per_ms == ATTAINED * device.memory_bytes_per_ms
-    assert compute.flops_per_ms == ATTAINED * device.flops_per_ms
-    assert handling.pass_bytes_per_ms > Handling().pass_bytes_per_ms
-    assert compute.flops_per_ms > CORE.flops_per_ms
-    assert device.memory_bytes % 2**30 == 0
-
-
-def test_a_cluster_of_machines_with_several_devices_knows_the_link_inside() -> None:
-    device = DEVICES["RTX 3090"]
-    alone, four = (device.cluster(12.5e6, 0.01, devices_per_machine=k) for k in (1, 4))
-    assert alone.inside is None
-    assert four.inside == device.inside
-    assert four.flattened(4).link("all_reduce") == Link(device.inside.bandwidth_bytes_per_ms, device.inside.latency_ms)
-    assert four.flattened(16).compute == four.flattened(4).compute == device.compute
-    assert four.flattened(16).handling == four.flattened(4).handling == device.handling
+from embrace_fx.cost.devices import DEVICES
+from embrace_fx.cost.links import Cluster, Handling
 
 
 class Words(nn.Module):

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from embrace_fx.cost.blocks import choose_streaming
 from embrace_fx.cost.exchanges import Prediction, Scheme, predict
-from embrace_fx.cost.links import Cluster, Work, passes_work
+from embrace_fx.cost.links import Cluster
 from embrace_fx.cost.sparsity import Sparsity, measure_sparsity, range_starts
 from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.gradient import RowSet
@@ -149,49 +148,6 @@ def test_messages_of_doubling_are_as_predicted() -> None:
     for world_size in (2, 3, 4):
         busiest = max(results["zen_hierarchical", "few rows"].messages for results in visit(world_size))
         assert busiest == predicted("zen_hierarchical", "few rows", world_size).mean.messages - 2 * (world_size == 3)
-
-
-WORK: dict[str, tuple[Scheme, Work]] = {
-    "allreduce": ("balanced", passes_work(1000 * 8)),
-    "allgather": ("balanced", passes_work((3 * 60 + 2 * 100 + 2 * 80 + 80) * 8) + Work(1000 * 8, units=100, rounds=2)),
-    "ps": ("balanced", passes_work((2 * 60 + 2 * 50 + 2 * 40 + 2 * 40 + 80) * 8) + Work(1000 * 8, units=50, rounds=4)),
-    "zen": ("balanced", passes_work((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8) + Work(1000 * 8, units=110, rounds=6)),
-    "zen, hierarchical": (
-        "hierarchical",
-        passes_work((60 + 3 * 60 + 2 * 120 + 2 * 80 + 80 + 80) * 8) + Work(1000 * 8, units=120, rounds=2),
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", WORK)
-def test_work_by_hand(variant: str) -> None:
-    """Of 1000 units of 8 bytes, one rank has 40 and the other has 60. The union has 80."""
-    scheme, expected = WORK[variant]
-    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
-    assert predict(variant.split(",", maxsplit=1)[0], sparsity, scheme=scheme).work == expected
-
-
-def test_work_of_doubling_on_three_ranks_by_hand() -> None:
-    """The third rank's 60 units first join those of a rank of the pair, whose 77 of 90 meet the other's; 90 return."""
-    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60, 50), unions=(50.0, 70.0, 90.0))
-    joined, paired = (3 + 2 * 2) * 60 + 2 * 77, (3 + 2 * 2) * 77 + 2 * 90
-    values = passes_work((60 + joined + paired + 90 + 90 + 90) * 8)
-    expected = values + Work(1000 * 8, units=2 * (60 + 77), rounds=6)
-    assert predict("zen", sparsity, scheme="hierarchical").work == expected
-
-
-def test_work_of_streams_by_hand() -> None:
-    """Two lanes of each aggregator, one per stream, and whatever rounds they take."""
-    sparsity = Sparsity(1000, 2, 4, units_by_rank=(40, 60), unions=(50.0, 80.0))
-    with Way("omnireduce", slots=1).chosen():
-        prediction = predict("omnireduce", sparsity)
-    values = passes_work((3 * 60 + 2 * 50 + 2 * 40 + 40 + 80) * 8)
-    lanes = Work(units=3 * 2 * 2, rounds=2 * prediction.mean.messages)
-    assert prediction.work == values + Work(1000 * 8, units=50) + lanes
-
-
-def test_one_block_takes_one_lane() -> None:
-    assert choose_streaming(num_blocks=4, width=32, itemsize=4, world_size=4, cluster=Cluster()).lanes == 1
 
 
 def test_sparsity_is_measured() -> None:

@@ -15,54 +15,16 @@ from embrace_fx.cost.links import (
     MIN_CHUNK_BYTES,
     Cluster,
     Collective,
-    Exchange,
     Handling,
     Link,
-    Work,
-    all_gather,
     all_reduce,
-    all_to_all,
     choose_bucket_bytes,
     choose_chunk_bytes,
     exchange,
     launch_ms,
-    passes_work,
-    predict_id_exchange,
 )
 
 RANKS = st.integers(2, 8)
-
-
-@pytest.mark.parametrize(
-    ("exchange", "expected"),
-    [
-        (all_reduce(1000, 1), Exchange(0, 0)),
-        (all_reduce(1000, 2), Exchange(1000, 2)),
-        (all_reduce(1000, 4), Exchange(1500, 6)),
-        (all_gather(100, 4), Exchange(300, 3)),
-        (all_to_all(100, 4), Exchange(75, 3)),
-        (predict_id_exchange((4, 5), 100), Exchange(8 + 4 * 6, 1)),  # 2 counts; then 5 ids and a count, 4 bytes each
-        (predict_id_exchange((4, 5), 2**31), Exchange(8 + 8 * 6, 1)),
-    ],
-    ids=str,
-)
-def test_bytes_and_messages(exchange: Exchange, expected: Exchange) -> None:
-    assert exchange == expected
-
-
-def test_time_is_the_start_ups_and_the_bytes() -> None:
-    cluster = Cluster(bandwidth_bytes_per_ms=1000.0, latency_ms=0.5)
-    assert Exchange(3000, 4).time_ms(cluster) == 3000 / 1000 + 4 * 0.5
-    assert Exchange(0, 0).time_ms(cluster) == 0.0
-
-
-def test_large_messages_hide_start_up() -> None:
-    link = Link(1000.0, 0.1, least_ms=2.0)
-    cluster = Cluster(links=(("all_reduce", link),))
-    assert Exchange(3_000, 4).time_ms(cluster, "all_reduce") == 4 * 2.0
-    assert Exchange(30_000, 4).time_ms(cluster, "all_reduce") == pytest.approx(30 + 4 * 0.1)
-    assert link.start_up_ms == 2.0
-    assert Link(1000.0, 0.5).start_up_ms == 0.5
 
 
 @given(RANKS, st.integers(0, 10**9))
@@ -74,15 +36,6 @@ def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes
 SLOW = Cluster(25_000.0, 0.1)
 UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
 """An AlltoAll that reaches half of the bandwidth."""
-
-
-def test_a_collective_has_its_own_link_or_the_clusters() -> None:
-    assert UNEVEN.link("all_to_all") == UNEVEN.link("messages") == Link(500.0, 0.25)
-    assert Cluster(links=(("messages", Link(7.0, 0.5)),)).link("messages") == Link(7.0, 0.5)
-    assert UNEVEN.link("all_reduce") == UNEVEN.link() == Link(1000.0, 0.5)
-    assert Exchange(3000, 4).time_ms(UNEVEN) == 3000 / 1000 + 4 * 0.5
-    assert Exchange(3000, 4).time_ms(UNEVEN, "all_to_all") == 3000 / 500 + 4 * 0.25
-    assert hash(UNEVEN) == hash(Cluster(1000.0, 0.5, UNEVEN.links))
 
 
 @pytest.mark.parametrize(
@@ -98,27 +51,8 @@ def test_a_collective_has_its_own_link_or_the_clusters() -> None:
 def test_links_that_make_no_sense_are_refused(links: tuple[tuple[Collective, Link], ...], found: str) -> None:
     with pytest.raises(ValueError, match=found):
         Cluster(links=links)
-
-
-def test_the_time_of_one_launch() -> None:
-    """On 2 ranks, an AllReduce sends the whole tensor in 2 messages, and an AlltoAll sends half of it in 1 message."""
-    assert launch_ms(UNEVEN, "all_reduce", 4000, 2) == 4000 / 1000 + 2 * 0.5
-    assert launch_ms(UNEVEN, "all_to_all", 4000, 2) == 2000 / 500 + 0.25
-    assert launch_ms(UNEVEN, "all_gather", 4000, 2) == 4000 / 1000 + 0.5
-
-
-def test_work_takes_its_time_at_the_rates_of_the_processor() -> None:
-    rates = Handling(
-        scan_bytes_per_ms=1000.0, pass_bytes_per_ms=100.0, claim_bytes_per_ms=10.0, unit_ms=0.5, round_ms=7.0
-    )
-    cluster = Cluster(handling=rates)
-    assert Work(scanned_bytes=2000).time_ms(cluster) == 2.0
-    assert passes_work(300, times=2).time_ms(cluster) == 6.0
-    assert (Work(scanned_bytes=2000, claimed_bytes=40) + Work(units=3, rounds=2)).time_ms(
-        cluster
-    ) == 2.0 + 4.0 + 1.5 + 14.0
-    assert Work().time_ms(cluster) == 0.0
-    assert MACHINES.flattened(8).handling == MACHINES.flattened(4).handling == MACHINES.handling
+    with pytest.raises(ValueError, match="bandwidth must be positive"):
+        Cluster(0.0)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +77,6 @@ def test_pairwise_messages_are_split_by_where_they_go() -> None:
     expected = 3 * (1000 / 8000 + 0.125) + 4 * (1000 * 4 / 1000 + 0.5)
     assert launch_ms(MACHINES, "all_to_all", 8000, 8) == pytest.approx(expected)
     assert launch_ms(MACHINES, "all_gather", 1000, 8) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("ranks", "least_ms"), [(4, 2.0), (8, (3 * 2.0 + 4 * 1.0) / 7)])
-def test_what_a_message_takes_at_least_is_that_of_the_links_it_uses(ranks: int, least_ms: float) -> None:
-    outside = tuple((collective, Link(1000.0, 0.0, 1.0)) for collective in COLLECTIVES)
-    machines = Cluster(1000.0, 0.5, outside, ranks_per_machine=4, inside=Link(8000.0, 0.0, 2.0))
-    assert machines.flattened(ranks).link("all_to_all").least_ms == pytest.approx(least_ms)
-    assert machines.flattened(ranks).link("all_reduce").least_ms == 2.0
 
 
 def test_chunks_of_machines_are_cut_for_what_they_take() -> None:
@@ -183,12 +109,6 @@ def test_start_up_takes_a_tenth_of_a_chunk(
 
     assert start_up_share(size) <= 0.1 * 1.001
     assert size == MIN_CHUNK_BYTES or start_up_share(round(0.99 * size)) > 0.1  # it is no larger than necessary
-
-
-def test_a_bucket_is_a_chunk_and_no_more_than_there_is() -> None:
-    assert choose_bucket_bytes(SLOW, 4, 10**8) == choose_chunk_bytes(SLOW, 4)
-    assert choose_bucket_bytes(SLOW, 4, 1000) == 1000
-    assert choose_bucket_bytes(SLOW, 4, 0) == 1
 
 
 @given(RANKS, st.integers(10**7, 10**9), st.floats(1e5, 1e7), st.floats(0.2, 2.0), st.floats(0.0, 1.0))

@@ -9,8 +9,8 @@ import contextlib
 import difflib
 import io
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,18 @@ class Options:
 
 
 options = Options()
+
+
+def brief(value: Any, *without: str) -> str:
+    """Returns a value in one line: six digits of numbers, and of data classes what is neither empty nor the default."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if is_dataclass(value) and not isinstance(value, type):
+        named = [(of.name, getattr(value, of.name), of.default) for of in fields(value) if of.name not in without]
+        return ", ".join(f"{name} {brief(each)}" for name, each, default in named if each and each != default)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {brief(each)}" for name, each in value.items())
+    return f"({', '.join(map(brief, value))})" if isinstance(value, list | tuple) else str(value)
 
 
 def check_golden(name: str, text: str) -> None:
