@@ -15,6 +15,7 @@ import pytest
 from embrace_fx import viz
 from embrace_fx.viz import trace
 from embrace_fx.viz.picture import Picture
+from embrace_fx.vocabulary.picture_facts import PictureFacts, StepEstimate, TablePlace
 from embrace_fx.vocabulary.schedule import Dependence, MemoryAt, Operation, Schedule, Span, StepGraph, Timeline
 from tests.support import timelines
 from tests.support.golden import check_golden
@@ -33,10 +34,35 @@ def test_suffix_decides_and_an_unknown_one_is_an_error(tmp_path: Path, schedule:
 
 @pytest.mark.parametrize("suffix", [".svg", ".json", ".dot"])
 def test_golden(tmp_path: Path, suffix: str) -> None:
-    """Two blocks and two tables on one rank, of a predicted step and of a measured step."""
+    """Two blocks and two tables on one rank, of a predicted step and of a measured step that holds memory."""
     small = timelines.schedule(blocks=timelines.BLOCKS[:2], chunks=1)
-    text = saved(tmp_path, suffix, small, None if suffix == ".dot" else timelines.timeline(small, world_size=1))
+    held = tuple(MemoryAt(0, at_ms, nbytes << 20) for at_ms, nbytes in ((0.0, 0), (3.0, 5), (9.0, 2), (30.0, 4)))
+    measured = replace(timelines.timeline(small, world_size=1), memory=held)
+    text = saved(tmp_path, suffix, small, None if suffix == ".dot" else measured)
     check_golden(f"picture_{suffix[1:]}", text.replace("><", ">\n<").replace("}, {", "},\n{"))
+
+
+FACTS = PictureFacts(
+    7.5,
+    tuple(StepEstimate(ranks, 9.0 + ranks, ranks / 4) for ranks in (2, 3, 64)),
+    (
+        TablePlace("softmax", (900, 64), "alltoall", ("columns 0 to 31", "columns 32 to 63"), 230_400, 0.6, 0.25),
+        TablePlace("embedding", (9, 64), "allreduce", ("all of it",), 2304, 0.05, 0.125),
+    ),
+)
+
+
+def test_golden_of_what_is_told(tmp_path: Path) -> None:
+    """The figures as text, and the data of the page, of three ranks, three windows, held memory, and facts besides."""
+    small = timelines.schedule("horizontal", timelines.BLOCKS[:3], chunks=1)
+    measured = timelines.timeline(small, world_size=3, windows=3, slower=0.9)
+    points = tuple(MemoryAt(rank, 7.0 * k, (rank + 1) * k << 20) for rank in range(3) for k in (1, 3, 2))
+    drawn = viz.DrawnTimeline.from_timeline(replace(measured, memory=points), small, lambda: FACTS)
+    drawn.save(tmp_path / "page.html")
+    (data,) = re.findall(r'id="data"[^>]*>(.*?)</script>', (tmp_path / "page.html").read_text(encoding="utf-8"), re.S)
+    found = json.loads(data, parse_float=lambda digits: float(f"{float(digits):.6g}"))
+    told = json.dumps({key: of for key, of in found.items() if key not in ("dependences", "glossary")})
+    check_golden("picture_page", f"{viz.DrawnSchedule.from_schedule(small)}\n{drawn}\n" + told.replace("}, ", "},\n"))
 
 
 @pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".dot"])
@@ -59,25 +85,6 @@ def test_drawn_data_is_the_same_data(tmp_path: Path, schedule: Schedule, timelin
         assert (tmp_path / f"picture{suffix}").read_text() == saved(tmp_path, suffix, schedule, timeline)
         drawn.save(tmp_path / f"alone{suffix}")
         assert (tmp_path / f"alone{suffix}").read_text() == saved(tmp_path, suffix, schedule)
-
-
-def test_printed_are_the_diagnostics(schedule: Schedule, timeline: Timeline) -> None:
-    text = str(viz.DrawnTimeline.from_timeline(timeline, schedule))
-    rows = {cells[1].strip(): [c.strip() for c in cells[2:-1]] for cells in map(_cells, text.splitlines()) if cells}
-    predicted, measured = schedule.diagnostics(), timeline.diagnostics()
-    assert rows["step"] == [
-        f"{predicted.step_ms:.2f} ms",
-        f"{measured.step_ms:.2f} ms",
-        f"{measured.step_ms / predicted.step_ms:.2f}",
-    ]
-    assert rows["exposed dense"][:2] == [f"{d.exposed_ms['dense']:.2f} ms" for d in (predicted, measured)]
-    assert rows["overlap ratio"][:2] == [f"{d.overlap_ratio:.3f}" for d in (predicted, measured)]
-    assert rows["memory held"][0] == f"{predicted.held_bytes / 2**20:.2f} MiB"
-    assert "measured" not in str(viz.DrawnSchedule.from_schedule(schedule))
-
-
-def _cells(line: str) -> list[str]:
-    return line.split("│") if line.startswith("│") else []
 
 
 def test_still_pictures_show_the_last_two_windows(schedule: Schedule) -> None:
