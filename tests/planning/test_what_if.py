@@ -15,7 +15,7 @@ import embrace_fx
 from embrace_fx.cost.devices import DEVICES
 from embrace_fx.cost.links import Cluster
 from embrace_fx.planning import findings as planning
-from embrace_fx.vocabulary.plan import CANDIDATES, Plan
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.what_if import Forecast
 from tests.support.ranks import run_ranks
 
@@ -87,14 +87,6 @@ def test_ranks_choose_on_the_links_that_rank_0_probed() -> None:
     assert on_the_default["table.weight"].strategy == "alltoall"
 
 
-@pytest.mark.parametrize("world_size", [2, 16, 128, 1024])
-def test_one_batch_stands_for_all_ranks(world_size: int) -> None:
-    model = Words()
-    plan = embrace_fx.plan(model, batch(0), world_size=world_size, optimizer=Adam(model.parameters()))
-    assert plan.world_size == world_size
-    assert {c.strategy for c in plan["table.weight"].candidates} == set(CANDIDATES)
-
-
 def test_nothing_is_changed() -> None:
     model = Words()
     optimizer = Adam(model.parameters())
@@ -161,12 +153,6 @@ def test_a_plan_for_ranks_that_are_not_there_has_a_schedule_that_can_be_saved(tm
     planned.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == planned
     assert model.words.weight.shape == (300_000, 32)
-
-
-def test_the_schedule_of_one_rank_is_its_compute() -> None:
-    planned = embrace_fx.plan(TwoTables(), (torch.arange(5), torch.arange(5)), world_size=1)
-    assert planned.schedule.launch_order == ()
-    assert planned.schedule.diagnostics().step_ms > 0
 
 
 class Large(nn.Module):

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from embrace_fx.cost import links as cost
 from embrace_fx.cost.sparsity import Sparsity
-from embrace_fx.cost.wire import Wire
 from embrace_fx.passes.planner.decide import decide
-from embrace_fx.passes.planner.pricing import CLEARLY, INDEX_BYTES, Findings
-from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_per_step, shard_exchange, shard_work
+from embrace_fx.passes.planner.pricing import CLEARLY, Findings
+from embrace_fx.passes.planner.step_cost import ROUNDS, UPDATE_PASSES, launches_per_step
 from embrace_fx.vocabulary.plan import CANDIDATES, EXCHANGES, STRATEGIES, Decision, Plan
 from embrace_fx.vocabulary.sizes import RowCounts
 from tests.support.graphs import IDS, analysed, table_of, tables_model
@@ -191,15 +190,6 @@ def test_a_processor_that_is_slow_to_search_has_dense_gradients_summed() -> None
     assert chosen(1e6) == "allreduce"
 
 
-def test_work_for_a_sharded_table_by_hand() -> None:
-    """Two ranks read 100 and 140 rows of 4 columns of 8 bytes: 240 halves of rows looked up, cleared, added, updated;
-    140 whole ones joined and split. Ids, early and late rows, prior and delayed gradients are launched."""
-    work = shard_work(table_of(graph_of(10_000)), (100, 140), 8)
-    assert shard_work(table_of(graph_of(10_000)), (100, 140), 8, schedule="none").rounds == 3 * ROUNDS
-    passed_bytes = (3 + UPDATE_PASSES) * 240 * 2 * 8 + 2 * 140 * 4 * 8
-    assert work == cost.Work(passed_bytes=passed_bytes, units=240 + 140, rounds=5 * ROUNDS)
-
-
 def test_the_update_of_every_row_speaks_against_replicas() -> None:
     """Two ranks on a fast link exchange few rows in next to no time; what costs is an update of 22,000 rows."""
     rows, width = 22_000, 128
@@ -309,37 +299,3 @@ def test_bytes_of_a_sharded_table_do_not_depend_on_its_rows() -> None:
 
     assert of(1_000).sent_bytes_per_step == of(1_000_000).sent_bytes_per_step
     assert of(1_000_000).ddp_bytes_per_step == 1000 * of(1_000).ddp_bytes_per_step
-
-
-def test_bytes_of_a_sharded_table_by_hand() -> None:
-    """Two ranks with 2 columns of 8 bytes each: rank 0 reads 100 rows, rank 1 reads 140."""
-    ids = 8 + 4 * (1 + 140)
-    rows_and_gradients = (100 * 2 + 140 * 2) * 8
-
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8)) == cost.Exchange(
-        ids + rows_and_gradients, 1 + 4
-    )
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8), schedule="none").messages == 1 + 2
-    assert shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(4)).sent_bytes == ids + rows_and_gradients // 2
-    rounded = shard_exchange(table_of(graph_of(10_000)), (100, 140), Wire(8, "int8"))
-    assert rounded.sent_bytes == ids + (100 + 140) * (2 + 1)
-    assert shard_exchange(table_of(graph_of(10_000)), (100,), Wire(8)) == cost.Exchange(0, 0)
-
-
-def test_bytes_of_uneven_columns_by_hand() -> None:
-    """Three ranks with 2, 2 and no columns of 8 bytes: each sends its own of others' rows, and gradients of others'."""
-    rows, gradients = (2 * 7 + 2 * 6) * 8, (4 * 2 + 5 * 2 + 2 * 4) * 8
-    ids = 2 * (8 + 4 * (1 + 5))
-    found = shard_exchange(table_of(graph_of(10_000)), (4, 5, 2), Wire(8))
-    assert found == cost.Exchange(round((rows + gradients) / 3) + ids, 2 + 2 * 2 * 2)
-
-
-def test_memory_of_replicas_by_hand() -> None:
-    """Parameter and gradient; an exchange holds what it sends twice, and zen's servers an index of every row."""
-    whole = 2 * 1_000_000 * 4 * 8
-    of = {c.strategy: c for c in planned(strategy="zen", world_size=2)[TABLE].candidates}
-    assert of["allreduce"].memory_bytes == whole
-    assert of["ps"].memory_bytes == whole + 2 * of["ps"].sent_bytes_per_step
-    balanced = planned(LARGE, {TABLE: (400_000,) * 16, OTHER: (3,) * 16}, world_size=16, strategy="zen")[TABLE]
-    (zen,) = (c for c in balanced.candidates if c.strategy == "zen")
-    assert zen.memory_bytes == 2 * LARGE * 4 * 8 + 2 * zen.sent_bytes_per_step + INDEX_BYTES * LARGE

@@ -19,7 +19,6 @@ from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.step_cost import StepTime, cheapest_schedule, explain_choice, has_compute, step_times
-from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.beside import take_steps
@@ -59,28 +58,6 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
     return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
 
 
-def test_short_links_are_hidden() -> None:
-    plan = planned(SHORT)
-    assert plan.schedule_name == "2d"
-    assert plan["table.weight"].strategy == "alltoall"
-    assert plan.chosen_because.startswith('"2d": hides ')
-    assert f"schedule {plan.chosen_because}" in " ".join(str(plan).split())
-
-
-def test_on_shared_cores_nothing_is_hidden_behind_fast_links() -> None:
-    plan = planned(SHARED)
-    assert plan.schedule_name == "none"
-    assert plan.chosen_because.startswith('"none": "2d" would hide ')
-
-
-@pytest.mark.parametrize(("cluster", "chosen"), [(SHORT, "2d"), (SHARED, "none")])
-def test_the_schedule_of_tables_beyond_memory_is_weighed_too(cluster: Cluster, chosen: str) -> None:
-    plan = planned(cluster, strategy="alltoall", table_memory=0.5)
-    assert plan.memory
-    assert plan.schedule_name == chosen
-    assert plan.chosen_because.startswith(f'"{chosen}": ')
-
-
 def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
     none, full = StepTime(3.0, 2.0, 9.0), StepTime(4.0, 5.5, 9.0)
     assert explain_choice({"none": none, "2d": full}, "none") == (
@@ -89,24 +66,6 @@ def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
     assert explain_choice({"none": full, "horizontal": none}, "horizontal") == (
         '"horizontal": hides 1.0 ms of transfers a step and saves 3.5 ms of a processor'
     )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "cluster"), [*((name, SHORT) for name in SCHEDULES), ("2d", SHARED), ("none", SHARED)]
-)
-def test_whoever_names_a_schedule_keeps_it(schedule: Any, cluster: Cluster) -> None:
-    plan = planned(cluster, schedule=schedule)
-    assert (plan.schedule_name, plan.chosen_because) == (schedule, "")
-
-
-def test_of_unknown_links_nothing_is_weighed() -> None:
-    plan = planned(Cluster())
-    assert (plan.schedule_name, plan.chosen_because) == ("2d", "")
-
-
-def test_one_rank_has_nothing_to_weigh() -> None:
-    model = Deep()
-    assert embrace_fx.plan(model, batch(0), cluster=SHARED).chosen_because == ""
 
 
 def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
@@ -175,13 +134,6 @@ def test_a_lookup_moves_the_rows_that_it_reads() -> None:
     lookup = next(node for node in nodes if node.target is torch.ops.aten.embedding.default)
     read = batch(0).numel()
     assert node_ms(lookup, CORE) == pytest.approx(CORE.time_ms(0, 4 * (2 * read * WIDTH + read)))
-
-
-def test_a_joined_table_has_one_exchange() -> None:
-    space = JoinedTable(("table.weight", "other.weight"), (0, ROWS, 2 * ROWS))
-    tables = tuple(replace(planned(SHORT)["table.weight"], parameter=name) for name in space.tables)
-    plan = replace(planned(SHORT), decisions=tables, spaces=(space,))
-    assert plan.row_exchanges == {space.name: space.tables}
 
 
 def decided(rank: int, world_size: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.cost.links import all_reduce, exchange
-from embrace_fx.passes.scheduler.schedule_facts import compute_facts, ddp_exposed_ms, rescale_to_ranks, table_places
+from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, rescale_to_ranks, table_places
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
 from embrace_fx.what_if import Forecast
@@ -34,15 +34,6 @@ def planned() -> Forecast:
     return embrace_fx.plan(Ratings(), batch, world_size=4, strategy=asked, cluster=embrace_fx.Cluster(1e4, 0.1))
 
 
-def test_each_rank_holds_its_columns_and_shares_are_of_the_whole(planned: Forecast) -> None:
-    users, shops = table_places(planned)
-    assert users.parts == ("columns 0 to 2", "columns 3 to 5", "columns 6 to 8", "columns 9 to 9")
-    assert shops.parts == ("all of it",)
-    assert users.memory_share == pytest.approx(200_000 / 200_061)
-    assert users.table_bytes == 800_000
-    assert 0.9 < users.sent_share + shops.sent_share < 1
-
-
 def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
     grid = embrace_fx.plan(
         Ratings(),
@@ -62,12 +53,6 @@ def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
     exposed_ms = ddp_exposed_ms(planned, planned.schedule.steps, 4)
     tables_ms = all_reduce(4 * 200_050, 4).time_ms(planned.links, "all_reduce")
     assert exposed_ms == pytest.approx(tables_ms, rel=0.01)  # DDP hides nearly all of the two small gradients of `top`
-
-
-def test_ddp_of_one_rank_waits_for_nothing() -> None:
-    alone = embrace_fx.plan(Ratings(), (torch.arange(64), torch.arange(64) % 5), world_size=1)
-    facts = compute_facts(alone, alone.schedule)
-    assert (facts.ddp_exposed_ms, facts.steps) == (0, ())
 
 
 def test_other_numbers_of_ranks(planned: Forecast) -> None:
