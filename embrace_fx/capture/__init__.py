@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from embrace_fx.capture.arguments import (
@@ -199,11 +200,13 @@ def capture(
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises `RefusedError` if a module has backward hooks, which a captured graph would not run."""
+    """Raises `RefusedError` if a module, or all modules, have backward hooks, which a captured graph would not run."""
+    everywhere = torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if everywhere or module._backward_hooks or module._backward_pre_hooks:
+            hooked = "every module" if everywhere else name or "the model"
             raise RefusedError(
-                f"{type(model).__name__}: {name or 'the model'} has a backward hook, which would run only once, during "
+                f"{type(model).__name__}: {hooked} has a backward hook, which would run only once, during "
                 "the capture. Remove the hook, and read gradients after backward(). Or register the hook on the "
                 "compiled model, where it runs in every backward."
             )

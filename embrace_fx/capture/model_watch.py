@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from embrace_fx.runtime.tables.model_state import ModelState
 
@@ -138,12 +139,12 @@ class ModelWatch:
         return [*map(tuple, map(_values, self._children))], [kind.forward for kind in self._kinds]
 
     def _root_state(self) -> tuple[Any, ...]:
-        """Returns the forward and the hooks of the outermost module, to detect changes. The guards of captured graphs
-        check the forwards and hooks of submodules.
+        """Returns the forward and the hooks of the outermost module, and the hooks of all modules of the process, to
+        detect changes. The guards of captured graphs check the forwards and hooks of submodules.
         """
         root = self._model
         hooks = root._forward_pre_hooks, root._forward_hooks, root._backward_pre_hooks, root._backward_hooks
-        return root.forward, *map(tuple, hooks)
+        return root.forward, *map(tuple, hooks), *map(tuple, _GLOBAL_HOOKS(torch_module))
 
     def _parameter_keys(self) -> list[str]:
         """Returns the attribute names under which modules hold their parameters."""
@@ -155,5 +156,9 @@ class ModelWatch:
 
 
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+# Hooks of `register_module_forward_hook` and the like.
+_GLOBAL_HOOKS = attrgetter(
+    *(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward")),
+)
 # Look the methods up at each call, because modules of TorchScript use another dict class.
 _keys, _values = methodcaller("keys"), methodcaller("values")

@@ -243,16 +243,31 @@ def test_what_a_forward_leaves_behind_is_there_after_each_call(make: type[Unread
     assert repr(model.seen) == repr(plain.seen)
 
 
-@pytest.mark.parametrize("of", ["", "inner"])
+@pytest.mark.parametrize("of", ["", "inner", "all modules"])
 def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_goes_on(of: str) -> None:
     model = Queued()
     compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
     compiled(ids_BT).backward()
-    hook = model.get_submodule(of).register_full_backward_hook(lambda module, before, after: None)
+    everywhere = nn.modules.module.register_module_full_backward_hook
+    register = everywhere if of == "all modules" else model.get_submodule(of).register_full_backward_hook
+    hook = register(lambda module, before, after: None)
     with pytest.raises(CaptureError, match="has a backward hook"):
         compiled(ids_BT)
     hook.remove()
     compiled(ids_BT).backward()
+
+
+def test_forward_hooks_of_all_modules_run_while_they_are_registered() -> None:
+    model = Words()
+    compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
+    model.forward = model.encode
+    before = compiled(ids_BT)
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, given, found: found * 2 if module is model.inner else found
+    )
+    assert torch.equal(compiled(ids_BT), 2 * before)
+    hook.remove()
+    assert torch.equal(compiled(ids_BT), before)
 
 
 def test_backward_hooks_of_modules_run_in_each_backward() -> None:
