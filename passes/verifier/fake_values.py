@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 
 from embrace_fx.passes.rewriter import DerivedValue, computing_fakes
 
@@ -154,7 +156,7 @@ def _values_agree(derived: Any, recorded: Any, inputs: Mapping[fx.Node, Any]) ->
             if not free_unbacked_symbols(y) or y in renaming.values():
                 return False
             renaming[x] = y
-        elif (x.xreplace(renaming) if hasattr(x, "xreplace") else x) != y:
+        elif _divided(x.xreplace(renaming) if hasattr(x, "xreplace") else x) != _divided(y):
             return False
     return True
 
@@ -181,6 +183,17 @@ def _sizes(leaf: Any) -> tuple[Any, ...]:
 def _expression(size: Any) -> Any:
     """Returns the sympy expression of a symbolic size, or a plain size unchanged."""
     return size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def _divided(size: Any) -> Any:
+    """Returns the expression of a size with each `n * m // n` replaced by `m`. A view of ids (n, n) has such sizes."""
+
+    def divide(base: Any, divisor: Any) -> Any:
+        """Returns `base // divisor` as a quotient if it has no remainder."""
+        quotient = sympy.cancel(base / divisor)
+        return quotient if sympy.fraction(quotient)[1] == 1 else FloorDiv(base, divisor)
+
+    return size.replace(FloorDiv, divide) if isinstance(size, sympy.Basic) else size
 
 
 def _describe_value(value: Any) -> str:

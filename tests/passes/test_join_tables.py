@@ -136,8 +136,13 @@ def test_padding_rows_get_no_gradient(name: str) -> None:
     assert_equal_outputs(run_graph(after, model, *args), expected)
 
 
-def test_values_of_a_batch_of_another_size() -> None:
-    model, shorter = model_of(lambda m, x, y: both(m, x, y).sum()), (IDS[:1], OTHER_IDS[:1])
+def pairs(model: Tables, ids: Tensor, others: Tensor) -> Tensor:
+    return model.table(ids[:, :1] * ids[:, 0] % V).mean(0) * model.other(others[:, 0])
+
+
+@pytest.mark.parametrize("forward", [both, pairs])
+def test_values_of_a_batch_of_another_size(forward: Callable[..., Any]) -> None:
+    model, shorter = model_of(lambda *args: forward(*args).sum()), (IDS[:1], OTHER_IDS[:1])
     captured = capture(model, (IDS, OTHER_IDS), {}, train=True, dynamic=frozenset({(0, 0), (1, 0)}))
     graph = with_tables(captured.graph)
     joined = verified(JoinTables((SPACE,)), graph)
