@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
 from torch.nn.modules import module as torch_module
@@ -45,6 +46,7 @@ from embrace_fx.capture.read_values import Changed
 from embrace_fx.capture.roles import assign_roles
 from embrace_fx.capture.routes import UNREAD, Traced, copies_to_mark, quiet_dynamo, trace
 from embrace_fx.vocabulary.graph import BatchInput, Mutation, TrainingGraph
+from embrace_fx.vocabulary.ops import argument
 
 
 @dataclass(frozen=True)
@@ -241,8 +243,19 @@ def _build_captured(model: nn.Module, traced: Traced, leaves: Sequence[Any]) -> 
         written=tuple(of.index for of in mutated if isinstance(of, BatchInput) and of.index < of_arguments),
         constants=traced.constants,
         names=traced.names,
-        deciding=fixed_by_guards(traced.symbols),
+        deciding=fixed_by_guards(traced.symbols) | _padding_numbers(joint.module, traced.symbols),
     )
+
+
+def _padding_numbers(module: fx.GraphModule, symbols: Mapping[str, Symbol]) -> frozenset[str]:
+    """Returns the names of numbers that are the padding row of a lookup. They must be constants, because passes read
+    them.
+    """
+    calls = [node for node in module.graph.nodes if isinstance(node.target, OpOverload)]
+    lookups = [node for node in calls if any(each.name == "padding_idx" for each in node.target._schema.arguments)]
+    rows = [argument(node, "padding_idx") for node in lookups]
+    read = {symbol for row in rows if isinstance(row, fx.Node) for symbol in row.meta["val"].node._expr.free_symbols}
+    return frozenset(name for name, symbol in symbols.items() if read & symbol.node._expr.free_symbols)
 
 
 def _refuse_shared_memory(written: Sequence[int], leaves: Sequence[Any], kind: str) -> None:

@@ -248,8 +248,9 @@ def test_backward_hooks_of_modules_are_refused_by_the_graph_route_and_training_g
     model = Queued()
     compiled, ids_BT = embrace_fx.compile(model, route="graph"), torch.zeros((2, 2), dtype=torch.long)
     compiled(ids_BT).backward()
-    everywhere = nn.modules.module.register_module_full_backward_hook
-    register = everywhere if of == "all modules" else model.get_submodule(of).register_full_backward_hook
+    register: Any = nn.modules.module.register_module_full_backward_hook
+    if of != "all modules":
+        register = model.get_submodule(of).register_full_backward_hook
     hook = register(lambda module, before, after: None)
     with pytest.raises(CaptureError, match="has a backward hook"):
         compiled(ids_BT)

@@ -128,6 +128,10 @@ def _frozen(plain: Any, step: int) -> None:
     plain.hidden.bias.requires_grad_(step % 4 != 2)
 
 
+def _pad(plain: Any, step: int) -> None:
+    plain.words.padding_idx = step // 3
+
+
 def _of(**options: Any) -> Callable[[Any, int, int], Any]:
     return lambda model, rank, step: model(ids_of(rank, step), **{k: of(step) for k, of in options.items()})
 
@@ -146,6 +150,7 @@ LOOPS: dict[str, tuple[Call, Before]] = {
     "two_calls_of_other_lengths": (_two, _nothing),
     "a_dropout_that_is_switched": (_of(), _drop),
     "an_activation_that_is_replaced": (_of(), _activation),
+    "a_padding_row_that_moves": (_of(extra=lambda step: {"tags": torch.tensor(0.5)}), _pad),
     "hooks_that_come_and_go": (_curriculum, _Hooks()),
     "parts_frozen_in_turn": (_curriculum, _frozen),
 }
