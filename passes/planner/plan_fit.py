@@ -87,7 +87,13 @@ def find_violation(
     trained = used_parameters(graph).difference(ignored) if plan.world_size > 1 else ()
     late = tuple(d.parameter for d in plan if d.strategy in ("unused", "frozen") and d.parameter in trained)
     dense = {table.parameter for table in graph.tables if shard_blocker(table) is not None}.difference(plan.heads)
-    whole = {*unshardable_tables(graph), *hooked, *dense}.intersection(plan.sharded) if plan.sharded else ()
+    joined = {name for space in plan.spaces for name in space.tables}.intersection(trained)
+    padded = {
+        table.parameter
+        for table in graph.tables
+        if table.parameter in joined and any(use.padding_idx != plan[table.parameter].padding_idx for use in table.uses)
+    }
+    whole = {*unshardable_tables(graph), *hooked, *dense, *padded}.intersection(plan.sharded) if plan.sharded else ()
     sparse = (table.parameter for table in graph.tables if table.parameter in late and table.has_sparse_gradient)
     return PlanViolation(late, tuple(sorted(whole)), sparse=tuple(sparse))
 

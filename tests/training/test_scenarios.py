@@ -52,7 +52,7 @@ OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
     *("skip grams of bags", "master weights by hand", "rank 0 evaluates and tells", "tables read by counted ids"),
     *("gradients of inputs then of parameters", "sparse and nested batches", "a fused step that skips"),
-    *("a padding row that moves",),
+    *("a padding row that moves", "a padding row of joined tables"),
 )
 """Scenarios of models of their own."""
 AS_WRITTEN = (

@@ -156,6 +156,8 @@ LOOPS: dict[str, tuple[Call, Before]] = {
 }
 for _name, (_call, _before) in LOOPS.items():
     zeroed_between(_name, Many, _call, _before)
+JOINED = type("Joined", (Many,), {"encode": lambda self, ids: self.words(ids) * self.tags(ids)})
+zeroed_between("a_padding_row_of_joined_tables", JOINED, _of(), _pad)
 
 
 class Late(Words):
