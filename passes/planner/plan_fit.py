@@ -21,7 +21,7 @@ RENAMED = "the names of {} differ between ranks. Prune or parametrize the same m
 NO_MOMENT = (
     "a batch uses {} differently from earlier batches and needs a new plan, but the plan cannot change now: {}. Before "
     "you call the model with this batch, run the backward of every earlier call. After no_sync(), also run a backward "
-    "outside of it and optimizer.step()"
+    "outside of it and optimizer.step(). If a backward needs several such calls, pass route='eager' to compile()"
 )
 
 
