@@ -32,6 +32,10 @@ def main() -> None:
     """Plans, pictures and checks for models trained with embrace_fx."""
 
 
+FORMATS = (".txt", ".json", ".html", ".svg", ".dot")
+"""The suffixes of files that `embrace-fx plan` writes."""
+
+
 @main.command()
 @click.argument("factory")
 @click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="ranks to plan for")
@@ -73,6 +77,12 @@ def plan(
             "--cluster cannot be combined with --bandwidth or --device, because a cluster file already describes the "
             "links and devices. Pass either --cluster, or the other two options."
         )
+    for path in map(Path, output):
+        if path.suffix not in FORMATS:
+            raise click.UsageError(
+                f"--output: {path.name!r} has no suffix of a supported format. Pass a path that ends in "
+                f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}."
+            )
     links = make_cluster(bandwidth, device) if cluster is None else read_cluster(Path(cluster))
     with usage_errors():
         forecast = embrace_fx.plan(
@@ -104,7 +114,7 @@ def write_forecast(forecast: Forecast, text: str, path: Path) -> None:
     elif path.suffix == ".json":
         _write_json(forecast, path)
     else:
-        forecast.schedule.save(path)  # `save` raises for other suffixes
+        forecast.schedule.save(path)
 
 
 def _write_json(forecast: Forecast, path: Path) -> None:

@@ -91,8 +91,9 @@ def test_a_trace_becomes_a_page_with_the_same_figures(folder: Path) -> None:
 
 PRINTED = """
 plan made_here:make --device h100 --bandwidth 80Mb/s --row-updates lazy
-plan made_here:make --world-size 1 --output plan.txt --output plan.json --output plan.png
+plan made_here:make --world-size 1 --output plan.txt --output plan.json
 plan made_here:make --cluster good.json --world-size 2 --schedule none --output other.dot
+plan made_here:make --output other.txt --output plan.png
 show only.json
 show plan.json --output again.png
 show plan.txt --output again.svg
