@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import embrace_fx
 from embrace_fx.capture import capture
 from embrace_fx.capture.errors import CaptureError, RefusedError
+from embrace_fx.capture.module_tables import possible_rows
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, source_of
 from tests.support.captures import Model, captured, check_values, inputs, model_of, outputs, plain
 from tests.support.golden import check_golden
@@ -160,6 +161,34 @@ def fails(model: Model, ids: Tensor) -> Tensor:
     model.norm(plain(model, ids).flatten(0, 1))
     found: Tensor = model.linear(model.table(ids)[..., :3])
     return found
+
+
+LAST = IDS
+
+
+def assigns_a_global(model: Model, ids: Tensor) -> Tensor:
+    global LAST  # noqa: PLW0603
+    LAST = plain(model, ids)
+    return LAST
+
+
+def hooks_a_parameter(model: Model, ids: Tensor) -> Tensor:
+    model.table.weight.register_hook(torch.neg)
+    return plain(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("forward", "what"), [(assigns_a_global, "variable LAST"), (hooks_a_parameter, "register_hook")]
+)
+def test_effects_that_a_graph_cannot_have_are_refused(forward: Callable[[Model, Tensor], Tensor], what: str) -> None:
+    with pytest.raises(RefusedError, match=what):
+        capture(model_of(forward), (IDS,), {}, train=True)
+
+
+def test_rows_that_a_batch_may_read() -> None:
+    ids = [torch.tensor([0, 9]), torch.tensor([[9, 3]]), torch.tensor([1]), torch.tensor([10]), torch.tensor([-1, 9])]
+    assert possible_rows(ids, 10).tolist() == [0, 1, 3, 9]
+    assert possible_rows(ids[3:], 10).tolist() == [*range(10)]
 
 
 def test_golden_of_errors() -> None:
