@@ -1,4 +1,4 @@
-"""Tables on row x column grids of ranks: kernels, graphs, and training that equals the reference.
+"""Tables on row x column grids of ranks: graphs, and training that equals the reference.
 
 What is asserted of column shards elsewhere (clipping, scaling, accumulation, evaluation) is asserted here of grids by
 comparison with column shards.
@@ -6,7 +6,6 @@ comparison with column shards.
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.verifier.invariants import verify
 from embrace_fx.planning.findings import grid_rows
-from embrace_fx.runtime.kernels.grid import join_grid, route_grid, split_grid
-from embrace_fx.vocabulary.ops import own_columns
 from embrace_fx.vocabulary.plan import Grid
 from tests.support.cases import long_but
 from tests.support.golden import check_golden
@@ -31,30 +28,6 @@ from tests.support.graphs import IDS, analysed, classifier, text
 from tests.support.lookups import Lookups, LookupsWorkload
 from tests.support.ranks import run_ranks
 from tests.support.training import whole_parameters
-
-DTYPE = torch.float64
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_find_their_way_over_the_grid_and_back(seed: int) -> None:
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    grid = Grid(*draw.choice([(2, 1), (2, 2), (4, 1), (3, 1), (2, 3), (3, 2), (1, 3)]))
-    ranks, rows, columns = grid.rows * grid.columns, draw.choice([1, 2, 5, 9, 30]), draw.choice([3, 4, 6, 7, 12])
-    whole_VD = torch.arange(rows * columns, dtype=DTYPE).view(rows, columns)
-    reads = [torch.randperm(rows, generator=generator)[: draw.randint(0, rows)] for _ in range(ranks)]
-    ids, counts = torch.cat(reads), torch.tensor([len(own) for own in reads])
-
-    sent = []
-    routes = [route_grid(ids, counts, rank, grid.rows, grid.columns) for rank in range(ranks)]
-    for rank, (own_ids, by_row, _) in enumerate(routes):
-        row, column = grid.place(rank)
-        shard = whole_VD[grid.own_rows(rows, rank), slice(*own_columns(columns, grid.columns, column))]
-        sent.append(shard[own_ids].split(by_row[:, row].tolist()))
-    for rank, (_, by_row, order) in enumerate(routes):
-        flat = torch.cat([blocks[rank].reshape(-1) for blocks in sent])
-        joined = join_grid(flat, order, by_row, columns, rank)
-        assert torch.equal(joined, whole_VD[reads[rank]])
-        assert torch.equal(split_grid(joined, order, by_row, rank), flat)
 
 
 def test_a_grid_has_any_divisor_above_one_as_its_number_of_rows() -> None:

@@ -17,7 +17,6 @@ from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.shard import ShardTables
 from embrace_fx.passes.shard_head import ShardHeads
 from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.runtime.kernels.head import head_gradient, head_loss, head_statistics
 from embrace_fx.vocabulary.graph import Gradient, GradientOfShard, Parameter, TrainingGraph, set_outputs
 from embrace_fx.vocabulary.head import HeadPlan
 from embrace_fx.vocabulary.plan import Grid
@@ -186,25 +185,3 @@ def test_illegal_twins_are_refused(break_it: Callable[[TrainingGraph], None], ex
     break_it(broken)
     with pytest.raises(VerificationError, match=expected):
         verify(broken, after="ShardHeads", captured=captured)
-
-
-@pytest.mark.parametrize("steps", ["", "div 3.0, tanh, mul 3.0", "mul 0.5"])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_columns_of_ranks_make_the_loss_and_its_gradient(steps: str, reduction: str, ranks: int) -> None:
-    torch.manual_seed(0)
-    whole = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    capped = {"": whole, "mul 0.5": whole * 0.5}.get(steps, 3.0 * torch.tanh(whole / 3.0))
-    labels, number = torch.tensor([6, 0, 2, 2]), {"none": 0, "mean": 1, "sum": 2}[reduction]
-    expected = F.cross_entropy(capped, labels, reduction=reduction)
-    (gradient,) = torch.autograd.grad(expected.sum(), whole)
-
-    parts = [whole.detach()[:, rank::ranks] for rank in range(ranks)]
-    statistics = [head_statistics(part, labels, False, steps, rank, ranks) for rank, part in enumerate(parts)]
-    loss, count, log_sums = head_loss([torch.cat(statistics)], torch.arange(4), labels, None, number, ranks)
-    torch.testing.assert_close(loss, expected.detach())
-    assert count == 4
-    coefficients = torch.stack([log_sums, torch.full((4,), 0.25 if reduction == "mean" else 1.0).double()], 1)
-    for rank, part in enumerate(parts):
-        found = head_gradient(part, labels, coefficients, steps, rank, ranks)
-        torch.testing.assert_close(found, gradient[:, rank::ranks])

@@ -10,27 +10,12 @@ from torch import Tensor
 from embrace_fx.runtime import kernels
 from embrace_fx.runtime.flow.routing import Routing, SplitAhead, cut_batches, membership, route_padded
 from embrace_fx.runtime.flow.row_gradient import SumOptions, sum_received
-from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.vocabulary.plan import Grid
 
 V = 9
 CPU = torch.device("cpu")
 
-batches = st.lists(st.lists(st.integers(0, V - 1), max_size=12), min_size=1, max_size=3)
 paddings = st.sampled_from([-1, 0, 4])
-
-
-@given(batches, paddings)
-def test_unique_rows_are_those_of_the_op_and_zeros(uses: list[list[int]], padding_idx: int) -> None:
-    ids = [torch.tensor(use, dtype=torch.int64) for use in uses]
-    unique, count, where = padded_unique_ids(ids, V, padding_idx)
-    expected, *expected_where = kernels.unique_ids(ids, V, padding_idx)
-    assert int(count) == expected.numel()
-    assert torch.equal(unique[: int(count)], expected)
-    assert not unique[int(count) :].any()
-    assert unique.numel() == sum(map(len, uses)) + (padding_idx >= 0)
-    for found, each in zip(where, expected_where, strict=True):
-        assert torch.equal(found, each)
 
 
 def packed(by_rank: list[list[int]]) -> tuple[Tensor, list[list[int]], Routing]:

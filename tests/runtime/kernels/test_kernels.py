@@ -28,10 +28,6 @@ def numbered(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-def ids_of(num_rows: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, num_rows - 1), max_size=20)
-
-
 @given(RANKS, COLUMNS)
 def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     """If there are fewer chunks than ranks, the last ranks own no columns."""
@@ -40,50 +36,6 @@ def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     owned = [torch.arange(*own_columns(columns, ranks, rank)) for rank in range(ranks)]
     assert [part.tolist() for part in owned] == [chunk.tolist() for chunk in chunks]
     assert kernels.column_widths(columns, ranks) == tuple(len(part) for part in owned)
-
-
-@given(st.data(), st.integers(1, 9), st.lists(st.integers(0, 3), min_size=1, max_size=3))
-def test_unique_ids(data: st.DataObject, num_rows: int, ranks_of_shapes: list[int]) -> None:
-    """Each row once, sorted behind the padding row, and every inverse finds its ids."""
-    padding = data.draw(st.integers(-1, num_rows - 1))
-    ids = [_draw_ids(data, num_rows, dims) for dims in ranks_of_shapes]
-
-    unique, *inverses = kernels.unique_ids(ids, num_rows, padding)
-
-    rows = unique.tolist()
-    read = {row for each in ids for row in each.flatten().tolist()}
-    assert unique.dtype == torch.int64
-    assert len(set(rows)) == len(rows)
-    assert set(rows) == read | ({padding} if padding >= 0 else set())
-    if padding >= 0:
-        assert rows.pop(0) == padding
-    assert rows == sorted(rows)
-    for each, inverse in zip(ids, inverses, strict=True):
-        assert inverse.shape == each.shape
-        assert inverse.dtype == torch.int64
-        assert torch.equal(unique[inverse], each.to(torch.int64))
-
-
-def _draw_ids(data: st.DataObject, num_rows: int, dims: int) -> Tensor:
-    """Ids of any shape with `dims` dimensions, empty ones included, int32 or int64."""
-    shape = data.draw(st.lists(st.integers(0, 3), min_size=dims, max_size=dims))
-    count = torch.Size(shape).numel()
-    values = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=count, max_size=count))
-    return torch.tensor(values, dtype=data.draw(st.sampled_from([torch.int32, torch.int64]))).view(shape)
-
-
-@given(st.data(), st.integers(1, 8), st.integers(0, 4), st.sampled_from([1.0, 0.5]))
-def test_coalescing_is_a_dense_sum(data: st.DataObject, num_rows: int, columns: int, scale: float) -> None:
-    ids = torch.tensor(data.draw(ids_of(num_rows)), dtype=torch.int64)
-    padding = data.draw(st.integers(-1, num_rows - 1))
-    rows_Rd = numbered(len(ids), columns) + 1
-    ids_K, rows_Kd = kernels.coalesce(ids, rows_Rd.view(-1), columns, [padding] if padding >= 0 else [], scale)
-    dense = torch.zeros(num_rows, columns, dtype=torch.float64).index_add_(0, ids, rows_Rd * scale)
-    if padding >= 0:
-        dense[padding] = 0
-    assert ids_K.tolist() == sorted(set(ids.tolist()) - {padding})
-    assert rows_Kd.shape == (len(ids_K), columns)
-    assert torch.equal(torch.zeros_like(dense).index_copy_(0, ids_K, rows_Kd), dense)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=4))

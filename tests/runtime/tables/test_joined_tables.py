@@ -115,19 +115,6 @@ def test_ids_are_told_apart_before_their_sizes_are_known() -> None:
     assert found.is_row.tolist() == [True] * 2 + [False] * 2
 
 
-@pytest.mark.parametrize(
-    "other", [torch.tensor([[0], [3]]), torch.tensor([4, 0, 1]), torch.tensor([], dtype=torch.int64)]
-)
-@pytest.mark.parametrize("joined", [0, 1, 2])
-def test_ids_of_tables_are_rows_of_their_space(other: Tensor, joined: int) -> None:
-    first = torch.tensor([2, 5], dtype=torch.int32)
-    expected = [first.long(), other + 10]
-    found = join_ids([first, other], [0, 1], [0, 10], [10, 5], joined)
-    flat = [torch.cat([each.view(-1) for each in expected[:joined]])] if joined else []
-    for one, wanted in zip(found, [*flat, *expected[joined:]], strict=True):
-        assert torch.equal(one, wanted)
-
-
 @pytest.mark.parametrize("bad", [-1, 5, -(2**40), 2**40])
 def test_an_id_outside_its_table_is_found_again(bad: int) -> None:
     space = JoinedTable(("one", "other"), (0, 10, 15))
