@@ -19,15 +19,15 @@ from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, table_of, 
 from tests.support.table_cases import ILLEGAL, LEGAL, bag, example
 
 
-@pytest.mark.parametrize("name", LEGAL | ILLEGAL)
-def test_what_is_found_of_a_table(name: str) -> None:
-    case = (LEGAL | ILLEGAL)[name]
-    _, graph = example(name)
-    table = table_of(graph)
-    assert table.use == case.use
-    assert tuple((use.kind, len(use.backward)) for use in table.uses) == case.uses
-    blocker = shard_blocker(table)
-    assert blocker is None if case.blocker is None else case.blocker in str(blocker)
+def test_golden_of_what_is_found() -> None:
+    lines = []
+    for name, case in (LEGAL | ILLEGAL).items():
+        table = table_of(example(name)[1])
+        blocker = shard_blocker(table)
+        assert blocker is None if case.blocker is None else case.blocker in str(blocker), name
+        uses = ", ".join(f"{use.kind} with {len(use.backward)} backward" for use in table.uses)
+        lines.append(f"{name}: {table.use}, {uses}{f': {blocker}' * bool(blocker)}")
+    check_golden("tables_found", "\n".join(lines))
 
 
 def test_max_norm_is_seen_through_its_copies() -> None:

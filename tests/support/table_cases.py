@@ -1,4 +1,4 @@
-"""Ways to use a table, legal and illegal: what there is to find, and whether its columns can be spread over ranks."""
+"""Ways to use a table, legal and illegal: whether its columns can be spread over ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,15 @@ from tests.support.graphs import BAG, IDS, OFFSETS, Tables, analysed, tables_mod
 
 @dataclass(frozen=True)
 class Case:
-    """A forward over `Tables`, and what is to be found of its first table.
+    """A forward over `Tables`, and whether its first table can be sharded.
 
     Attributes:
         forward: takes the model and `args`.
         blocker: a part of the reason why the table cannot be sharded; None: it can.
-        uses: for each lookup (kind, number of backward nodes).
     """
 
     forward: Callable[..., Any]
     blocker: str | None = None
-    uses: tuple[tuple[str, int], ...] = (("embedding", 1),)
-    use: str = "sparse"
     args: tuple[Tensor, ...] = (IDS,)
 
 
@@ -49,27 +46,20 @@ def plain(model: Tables, ids: Tensor) -> Tensor:
 
 OFFSET_BAG = (BAG, OFFSETS)
 LAST_OFFSET_BAG = (BAG, torch.tensor([0, 2, 2, 5, 6]))
-ONE_BAG = (("bag:sum", 1),)
-MEAN_BAG = (("bag:mean", 1),)
-TWICE = (("embedding", 1),) * 2
 
 LEGAL: dict[str, Case] = {
     "one lookup": Case(plain),
     "the lookup is the result": Case(lambda m, x: m.table(x)),
-    "two lookups of the same ids": Case(lambda m, x: m.table(x) * m.linear(m.table(x)), None, (("embedding", 1),) * 2),
-    "two lookups of other ids": Case(lambda m, x: m.table(x) + m.table(x + 1), None, TWICE),
-    "three lookups, weighed": Case(
-        lambda m, x: m.table(x) + 2 * m.table(x + 1) + 3 * m.table(x * 0), None, (("embedding", 1),) * 3
-    ),
-    "one of two lookups without gradient": Case(
-        lambda m, x: m.table(x).detach() + m.table(x + 1), None, (("embedding", 0), ("embedding", 1))
-    ),
-    "a lookup without gradient": Case(lambda m, x: m.linear(m.table(x).detach()), None, (("embedding", 0),)),
+    "two lookups of the same ids": Case(lambda m, x: m.table(x) * m.linear(m.table(x))),
+    "two lookups of other ids": Case(lambda m, x: m.table(x) + m.table(x + 1)),
+    "three lookups, weighed": Case(lambda m, x: m.table(x) + 2 * m.table(x + 1) + 3 * m.table(x * 0)),
+    "one of two lookups without gradient": Case(lambda m, x: m.table(x).detach() + m.table(x + 1)),
+    "a lookup without gradient": Case(lambda m, x: m.linear(m.table(x).detach())),
     "only its shape besides": Case(lambda m, x: m.table(x) * m.weight.shape[0]),
     "a sparse gradient asked for": Case(lambda m, x: F.embedding(x, m.weight, sparse=True)),
     "padding": Case(lambda m, x: m.linear(F.embedding(x, m.weight, padding_idx=2))),
     "ids used elsewhere": Case(lambda m, x: m.table(x % 7) * m.vector[x % 3].unsqueeze(-1) * (x % 7).unsqueeze(-1)),
-    "ids computed from ids": Case(shared_arithmetic, None, (("embedding", 1),) * 3),
+    "ids computed from ids": Case(shared_arithmetic),
     "ids are a result": Case(lambda m, x: (m.table(x + 1), x + 1)),
     "the batch is a result": Case(lambda m, x: (m.table(x), x)),
     "int32 ids": Case(plain, args=(IDS.int(),)),
@@ -80,69 +70,48 @@ LEGAL: dict[str, Case] = {
     "random ids": Case(lambda m, x: m.table(torch.randint(10, (3,))) + x.unsqueeze(-1)),
     "random ids after a draw": Case(lambda m, x: F.dropout(x.double()).sum() * m.table(torch.randint(10, (3,)))),
     "dropout": Case(lambda m, x: m.linear(F.dropout(m.table(x)))),
-    "a sum bag": Case(bag, None, ONE_BAG, args=OFFSET_BAG),
-    "a sum bag of rows": Case(bag, None, ONE_BAG),
+    "a sum bag": Case(bag, args=OFFSET_BAG),
+    "a sum bag of rows": Case(bag),
     "a sum bag with its last offset": Case(
-        lambda m, x, o: bag(m, x, o, include_last_offset=True), None, ONE_BAG, args=LAST_OFFSET_BAG
+        lambda m, x, o: bag(m, x, o, include_last_offset=True), args=LAST_OFFSET_BAG
     ),
-    "a mean bag": Case(lambda m, x, o: bag(m, x, o, mode="mean"), None, MEAN_BAG, args=OFFSET_BAG),
-    "a mean bag of rows": Case(lambda m, x: bag(m, x, mode="mean"), None, MEAN_BAG),
+    "a mean bag": Case(lambda m, x, o: bag(m, x, o, mode="mean"), args=OFFSET_BAG),
+    "a mean bag of rows": Case(lambda m, x: bag(m, x, mode="mean")),
     "a mean bag with its last offset": Case(
-        lambda m, x, o: bag(m, x, o, mode="mean", include_last_offset=True), None, MEAN_BAG, args=LAST_OFFSET_BAG
+        lambda m, x, o: bag(m, x, o, mode="mean", include_last_offset=True), args=LAST_OFFSET_BAG
     ),
-    "a mean bag with padding": Case(
-        lambda m, x, o: bag(m, x, o, mode="mean", padding_idx=2), None, MEAN_BAG, args=OFFSET_BAG
-    ),
-    "a mean bag of int32 ids": Case(
-        lambda m, x, o: bag(m, x, o, mode="mean"), None, MEAN_BAG, args=(BAG.int(), OFFSETS.int())
-    ),
-    "only empty bags": Case(
-        lambda m, x, o: bag(m, x, o, mode="mean"), None, MEAN_BAG, args=(BAG[:0], torch.zeros_like(OFFSETS))
-    ),
-    "two bags of the same ids": Case(
-        lambda m, x, o: bag(m, x, o) * bag(m, x, o, mode="mean"), None, (*ONE_BAG, *MEAN_BAG), args=OFFSET_BAG
-    ),
-    "a bag and a lookup": Case(
-        lambda m, x, o: bag(m, x, o).sum() * m.table(x).sum(), None, (*ONE_BAG, ("embedding", 1)), args=OFFSET_BAG
-    ),
-    "a weighted bag": Case(lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), None, ONE_BAG, args=OFFSET_BAG),
+    "a mean bag with padding": Case(lambda m, x, o: bag(m, x, o, mode="mean", padding_idx=2), args=OFFSET_BAG),
+    "a mean bag of int32 ids": Case(lambda m, x, o: bag(m, x, o, mode="mean"), args=(BAG.int(), OFFSETS.int())),
+    "only empty bags": Case(lambda m, x, o: bag(m, x, o, mode="mean"), args=(BAG[:0], torch.zeros_like(OFFSETS))),
+    "two bags of the same ids": Case(lambda m, x, o: bag(m, x, o) * bag(m, x, o, mode="mean"), args=OFFSET_BAG),
+    "a bag and a lookup": Case(lambda m, x, o: bag(m, x, o).sum() * m.table(x).sum(), args=OFFSET_BAG),
+    "a weighted bag": Case(lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), args=OFFSET_BAG),
     "a weighted bag with padding": Case(
-        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector, padding_idx=2), None, ONE_BAG, args=OFFSET_BAG
+        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector, padding_idx=2), args=OFFSET_BAG
     ),
     "a weighted bag of int32 ids": Case(
-        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), None, ONE_BAG, args=(BAG.int(), OFFSETS.int())
+        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector), args=(BAG.int(), OFFSETS.int())
     ),
     "two weighted bags": Case(
         lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector) * bag(m, x, o, per_sample_weights=2 * m.vector),
-        None,
-        ONE_BAG * 2,
         args=OFFSET_BAG,
     ),
 }
 
 ILLEGAL: dict[str, Case] = {
-    "a tied projection": Case(lambda m, x: m.table(x) @ m.weight.t(), "also read densely (t", use="mixed"),
-    "a penalty on all rows": Case(
-        lambda m, x: m.table(x).sum() + m.weight.pow(2).sum(), "also read densely (pow", use="mixed"
-    ),
-    "a row read without gradient": Case(
-        lambda m, x: m.table(x) + m.weight[0].detach(), "also read densely (select", use="mixed"
-    ),
+    "a tied projection": Case(lambda m, x: m.table(x) @ m.weight.t(), "also read densely (t"),
+    "a penalty on all rows": Case(lambda m, x: m.table(x).sum() + m.weight.pow(2).sum(), "also read densely (pow"),
+    "a row read without gradient": Case(lambda m, x: m.table(x) + m.weight[0].detach(), "also read densely (select"),
     "a weighted bag and a projection": Case(
-        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector) @ m.weight.t(),
-        "also read densely (t",
-        ONE_BAG,
-        "mixed",
-        OFFSET_BAG,
+        lambda m, x, o: bag(m, x, o, per_sample_weights=m.vector) @ m.weight.t(), "also read densely (t", OFFSET_BAG
     ),
-    "the table is a result": Case(lambda m, x: (m.table(x), m.weight), "also read densely (", use="mixed"),
+    "the table is a result": Case(lambda m, x: (m.table(x), m.weight), "also read densely ("),
     "disagreeing padding": Case(
         lambda m, x: F.embedding(x, m.weight, padding_idx=0) + F.embedding(x, m.weight, padding_idx=1),
         "disagree on padding_idx (0, 1)",
-        (("embedding", 1),) * 2,
     ),
     "padding in one of two": Case(
-        lambda m, x: F.embedding(x, m.weight, padding_idx=0) + m.table(x + 1), "disagree on padding_idx (-1, 0)", TWICE
+        lambda m, x: F.embedding(x, m.weight, padding_idx=0) + m.table(x + 1), "disagree on padding_idx (-1, 0)"
     ),
     "scaled by frequency": Case(lambda m, x: F.embedding(x, m.weight, scale_grad_by_freq=True), "scale_grad_by_freq"),
     "ids from a parameter": Case(
@@ -150,11 +119,9 @@ ILLEGAL: dict[str, Case] = {
     ),
     "ids from another table": Case(lambda m, x: m.table(m.other(x).argmax(-1)), "its ids depend on parameters"),
     "random ids after a dropout of rows": Case(
-        lambda m, x: F.dropout(m.table(x)) + m.table(torch.randint(10, (3,))), "after other random numbers", TWICE
+        lambda m, x: F.dropout(m.table(x)) + m.table(torch.randint(10, (3,))), "after other random numbers"
     ),
-    "a max bag": Case(
-        lambda m, x, o: bag(m, x, o, mode="max"), "max mode compares whole rows", (("bag:max", 1),), args=OFFSET_BAG
-    ),
+    "a max bag": Case(lambda m, x, o: bag(m, x, o, mode="max"), "max mode compares whole rows", args=OFFSET_BAG),
 }
 """The twins that must not be sharded."""
 
