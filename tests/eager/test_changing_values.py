@@ -78,13 +78,11 @@ class Scaled(nn.Module):
 IDS = torch.arange(6).view(2, 3)
 
 
-def _captures(
-    forward: Callable[..., Tensor], steps: int = 8, change: Callable[[nn.Module, int], Any] | None = None
-) -> int:
+def _captures(forward: Callable[..., Tensor], change: Callable[[nn.Module, int], Any] | None = None) -> int:
     """How many captures a model needs whose argument is the step's number; asserts that each call is the plain one."""
     model = Reading(forward)
     compiled = embrace_fx.compile(model, route="graph")
-    for step in range(steps):
+    for step in range(8):
         if change is not None:
             change(model, step)
         found, expected = compiled(IDS, step), model(IDS, step)

@@ -46,8 +46,8 @@ def model_of(forward: Callable[..., Any]) -> Tables:
     return model
 
 
-def joined(model: Tables, *args: Tensor, train: bool = True) -> tuple[TrainingGraph, TrainingGraph]:
-    graph = analysed(model, *args, train=train)
+def joined(model: Tables, *args: Tensor) -> tuple[TrainingGraph, TrainingGraph]:
+    graph = analysed(model, *args)
     return graph, verified(JoinTables((SPACE,)), graph)
 
 

@@ -14,25 +14,22 @@ from tests.support.many_uses import OTHER, TABLE, many_uses, plan_of
 from tests.support.table_cases import plain
 
 
-def partitioned(
-    *sharded: str, buckets: tuple[tuple[str, ...], ...], forward: object = many_uses, reduce: bool = True
-) -> TrainingGraph:
+def partitioned(*sharded: str, buckets: tuple[tuple[str, ...], ...], forward: object = many_uses) -> TrainingGraph:
     plan = plan_of(*sharded, world_size=2, buckets=buckets)
     model = tables_model(forward)  # type: ignore[arg-type]
-    return run_passes(analysed(model, IDS), training_passes(plan, {TABLE, OTHER}, 0, reduce=reduce)).graph
+    return run_passes(analysed(model, IDS), training_passes(plan, {TABLE, OTHER}, 0)).graph
 
 
 def overlapped(
     graph: TrainingGraph,
     buckets: tuple[tuple[str, ...], ...],
     schedule: str,
-    pieces: int = 2,
     tables: tuple[str, ...] = (TABLE, OTHER),
 ) -> TrainingGraph:
-    """After the passes of a schedule; each bucket in two chunks, each table's delayed gradients in `pieces`."""
+    """After the passes of a schedule; each bucket in two chunks, each table's delayed gradients in two pieces."""
     parameters = {role.name: node.meta["val"] for node, role in graph.inputs() if isinstance(role, Parameter)}
     sizes = [sum(parameters[name].numel() for name in bucket) for bucket in buckets]
-    cuts = Cuts(tuple((size - size // 2, size // 2) for size in sizes), tuple((table, pieces) for table in tables))
+    cuts = Cuts(tuple((size - size // 2, size // 2) for size in sizes), tuple((table, 2) for table in tables))
     result = graph
     for each in overlap_passes(plan_of(world_size=2, buckets=buckets), schedule, 0, cuts):
         before, result = result, each(result)

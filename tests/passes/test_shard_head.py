@@ -49,14 +49,10 @@ def graph_of(forward: Callable[..., Any], *args: Tensor, train: bool = True) -> 
     return analysed(Tied(forward).double(), *(args or (IDS, LABELS)), train=train)
 
 
-def sharded(graph: TrainingGraph, rank: int = 1, ranks: int = 2, chunks: int = 1) -> TrainingGraph:
-    grid = {TABLE: Grid(ranks, 1)}
-    passes = (
-        ShardHeads({TABLE: HeadPlan(chunks)}, rank, ranks),
-        ShardTables((TABLE,), (), rank, ranks, grid),
-        Partition(),
-    )
-    return run_passes(graph, passes).graph
+def sharded(graph: TrainingGraph, chunks: int = 1) -> TrainingGraph:
+    """Returns the graph of rank 1 of 2."""
+    shard = ShardTables((TABLE,), (), 1, 2, {TABLE: Grid(2, 1)})
+    return run_passes(graph, (ShardHeads({TABLE: HeadPlan(chunks)}, 1, 2), shard, Partition())).graph
 
 
 def plain(model: Tied, ids: Tensor, labels: Tensor) -> Tensor:

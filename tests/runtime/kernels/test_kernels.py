@@ -20,15 +20,12 @@ from embrace_fx.runtime import kernels
 from embrace_fx.vocabulary.ops import own_columns
 from tests.support.golden import check_transcript, run_lines
 
-RANKS = st.integers(1, 9)
-COLUMNS = st.integers(1, 12)
-
 
 def numbered(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-@given(RANKS, COLUMNS)
+@given(st.integers(1, 9), st.integers(1, 12))
 def test_own_columns_are_those_of_torch_chunk(ranks: int, columns: int) -> None:
     """If there are fewer chunks than ranks, the last ranks own no columns."""
     chunks = list(torch.arange(columns).chunk(ranks))

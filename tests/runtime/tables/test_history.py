@@ -23,11 +23,7 @@ MAKES: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, lr=0.01, weight_decay=0.1),
     "momentum": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.1),
 }
-TAKES: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "together": lambda step: (0, 1),
-    "apart at times": lambda step: (0, 1),
-    "one of them at times": lambda step: (0,) if step in (20, 40) else (0, 1),
-}
+TAKES = ("together", "apart at times", "one of them at times")
 
 
 def _tables(values: list[Tensor], make: Callable[..., Optimizer], *, rests: bool) -> list[Member]:
@@ -55,7 +51,7 @@ def test_rows_of_a_space_end_where_dense_updates_lead(name: str, takes: str) -> 
         if step == 30:
             space = _space(tables)  # joined again, as after a change of plan
         parts = {}
-        for k in TAKES[takes](step):
+        for k in (0,) if takes == "one of them at times" and step in (20, 40) else (0, 1):
             ids = torch.randperm(ROWS[k], generator=random)[:3].sort().values
             parts[k] = ids, torch.randn(3, COLUMNS, generator=random, dtype=torch.float64)
             dense[k].begin_step().finish([parts[k]])
