@@ -17,9 +17,7 @@ from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
 from tests.support.golden import check_golden
 from tests.support.graphs import (
-    BAG,
     IDS,
-    OFFSETS,
     Tables,
     analysed,
     assert_equal_outputs,
@@ -76,10 +74,6 @@ def result_too(model: Tables, ids: Tensor) -> tuple[Tensor, Tensor]:
     return vectors.to(HALF), vectors
 
 
-def bag_under_autocast(model: Tables, ids: Tensor, offsets: Tensor) -> Tensor:
-    return F.embedding_bag(ids, model.weight, offsets, mode="sum").to(HALF).square().sum()
-
-
 LEGAL = {
     "autocast": autocast,
     "one lookup": cast(HALF),
@@ -99,6 +93,7 @@ ILLEGAL: dict[str, Callable[..., Any]] = {
     "a lookup used cast and as it is": used_twice,
     "one lookup cast twice": one_lookup_cast_twice,
     "a lookup that is a result": result_too,
+    "a bag, which sums": lambda m, x: F.embedding_bag(x, m.weight, mode="sum").to(HALF).square().sum(),
     "cast after arithmetic": lambda m, x: (m.table(x) * 2).to(HALF),
 }
 
@@ -124,13 +119,6 @@ def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
 @pytest.mark.parametrize("forward", ILLEGAL.values(), ids=ILLEGAL)
 def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> None:
     graph = analysed(tables_model(forward), IDS)
-    sharded = sharding(TABLE, world_size=2)(graph)
-    assert NarrowExchange()(sharded) is sharded
-    assert exchange_dtype(graph, table_of(graph)) == torch.float32
-
-
-def test_bags_sum_in_the_wide_dtype() -> None:
-    graph = analysed(tables_model(bag_under_autocast), BAG, OFFSETS)
     sharded = sharding(TABLE, world_size=2)(graph)
     assert NarrowExchange()(sharded) is sharded
     assert exchange_dtype(graph, table_of(graph)) == torch.float32

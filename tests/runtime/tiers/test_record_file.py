@@ -41,20 +41,16 @@ def put(file: RecordFile) -> None:
     file.write(ROWS, records())
 
 
-@pytest.mark.parametrize("damage", [b"\0" * 4, b"\xff" * 4], ids=["zeros", "ones"])
-def test_changed_byte_is_an_error_that_names_the_row(damage: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "at"),
+    [(b"\0" * 4, 28), (b"\xff" * 4, 28), (bytes(records()[0].tolist()), 0)],
+    ids=["zeros", "ones", "another row"],
+)
+def test_changed_record_is_an_error_that_names_the_row(damage: bytes, at: int, tmp_path: Path) -> None:
     file = RecordFile(tmp_path, "t", 1000, RECORDS)
     put(file)
-    os.pwrite(file.descriptor, damage, 3 * 56 + 28)
+    os.pwrite(file.descriptor, damage, 3 * 56 + at)
     assert torch.equal(file.read(ROWS[:1], ROWS[:1]), records()[:1])
-    with pytest.raises(TierError, match="row 3 of t has changed"):
-        file.read(ROWS, ROWS)
-
-
-def test_record_of_another_row_is_an_error(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path, "t", 1000, RECORDS)
-    put(file)
-    os.pwrite(file.descriptor, os.pread(file.descriptor, 56, 2 * 56), 3 * 56)
     with pytest.raises(TierError, match="row 3 of t has changed in its file"):
         file.read(ROWS, ROWS)
     assert not list(tmp_path.iterdir()), "it has no name that anyone could take for a checkpoint"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.support.tiers import OPTIMIZERS, beyond_memory
@@ -11,39 +12,31 @@ from tests.support.tiers import OPTIMIZERS, beyond_memory
 V, AHEAD = 1200, 3
 
 
-def test_rows_looked_up_early_stay_until_their_gradients_are_applied(tmp_path: Path) -> None:
-    """Rows are read ahead, looked up before their step begins, and updated two steps later: each comes once."""
-    table, steps = (
-        beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 80, tmp_path),
-        torch.arange(V).split(10),
-    )
+@pytest.mark.parametrize(
+    ("slots", "ahead", "looked_up", "updated", "brought"),
+    [
+        pytest.param(80, 3, 1, -2, 580, id="rows stay until their gradients are applied"),
+        pytest.param(48, 4, 0, -1, 558, id="rows of six steps do not fit"),  # at the end, 22 rows still wait for room
+    ],
+)
+def test_rows_are_read_once_as_soon_as_there_is_room(
+    slots: int, ahead: int, looked_up: int, updated: int, brought: int, tmp_path: Path
+) -> None:
+    """Rows are read `ahead` steps early, looked up in the step before or their own, and updated later. Those that find
+    no room are read later, in time; none goes that is still needed."""
+    table, steps = beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], slots, tmp_path), torch.arange(V).split(10)
+    memory = table.store.memory
     with torch.no_grad():
         for step in range(2, 60):
-            table.store.memory.begin_step(step)
-            if step > 6:
-                table.begin_step().finish([(steps[step - 2], torch.randn(10, 2))])
-            table.store.memory.read_ahead(steps[step + AHEAD], step + AHEAD)
-            if step > 3:
-                table.look_up(steps[step + 1])
-    assert table.store.memory.counts.brought == 10 * len(range(2 + AHEAD, 60 + AHEAD))
-
-
-def test_rows_are_read_as_soon_as_there_is_room(tmp_path: Path) -> None:
-    """Rows of six steps do not fit. Those that find no room are read later, in time; none goes that is still needed."""
-    table, steps = (
-        beyond_memory(torch.randn(V, 2), OPTIMIZERS["adamw"], 48, tmp_path),
-        torch.arange(V).split(10),
-    )
-    with torch.no_grad():
-        for step in range(2, 60):
-            table.store.memory.begin_step(step)
-            if step > 10:
-                table.begin_step().finish([(steps[step - 1], torch.randn(10, 2))])
-            table.store.memory.read_ahead(steps[step + 4], step + 4)
-            if step > 6:
-                table.look_up(steps[step])
-    assert table.store.memory.counts.missed == 0
-    assert len(table.store.memory.row_of.unique()) == 48, "all slots are used"
+            memory.begin_step(step)
+            if step + updated >= 2 + ahead:
+                table.begin_step().finish([(steps[step + updated], torch.randn(10, 2))])
+            memory.read_ahead(steps[step + ahead], step + ahead)
+            if step + looked_up >= 2 + ahead:
+                table.look_up(steps[step + looked_up])
+    assert memory.counts.missed == 0
+    assert memory.counts.brought == brought
+    assert len(memory.row_of.unique()) == slots, "all slots are used"
 
 
 def test_rows_of_the_nearest_step_are_read_first(tmp_path: Path) -> None:
