@@ -11,6 +11,7 @@ from torch import fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.grouping import with_buckets
+from embrace_fx.passes.planner.plan_fit import rename_parameters
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Plan
 from tests.support.planned import TABLE, planned
@@ -73,3 +74,9 @@ def test_shapes_are_priced_in_bytes() -> None:
     plan = planned()
     expected = 2 * prod((4, 4)) * 8 // 2
     assert plan["linear.weight"].sent_bytes_per_step == plan["linear.weight"].ddp_bytes_per_step == expected
+
+
+def test_renamed_parameters_keep_their_places() -> None:
+    own = tuple(Decision(name, (1,), False, "allreduce", "", 0, 0, 0.0) for name in "ab")
+    found = rename_parameters(Plan(4, own, (("b", "a"),), ("a", "b"), links=LINK), {"a": "c"})
+    assert ([d.parameter for d in found], found.buckets, found.renormed) == (["c", "b"], (("b", "c"),), ("b",))

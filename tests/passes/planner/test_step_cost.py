@@ -18,8 +18,15 @@ from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner import decide as deciding
 from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
-from embrace_fx.passes.planner.step_cost import StepTime, cheapest_schedule, explain_choice, has_compute, step_times
-from embrace_fx.vocabulary.plan import Plan
+from embrace_fx.passes.planner.step_cost import (
+    StepTime,
+    cheapest_schedule,
+    explain_choice,
+    has_compute,
+    step_times,
+    widest_useful_grid,
+)
+from embrace_fx.vocabulary.plan import Grid, Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.beside import take_steps
 from tests.support.inside import captured_graph_of
@@ -151,3 +158,12 @@ def decided(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_rank_0_decides() -> None:
     assert run_ranks(2, decided) == [("none", "none")] * 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "ranks", "grid"),
+    [(512, 4, Grid(1, 4)), (300, 4, Grid(2, 2)), (128, 4, Grid(4, 1)), (100, 4, Grid(4, 1)), (512, 6, Grid(2, 3))],
+)
+def test_a_grid_splits_columns_while_shards_have_128(columns: int, ranks: int, grid: Grid) -> None:
+    table = replace(graph_of(ROWS).tables[0], embedding_dim=columns)
+    assert widest_useful_grid(table, ranks) == grid

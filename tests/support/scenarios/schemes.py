@@ -273,6 +273,7 @@ def attributes_that_trainers_ask_for(training: Training) -> None:
         setattr(model, name, True)  # assigning the current value is allowed
     train(training, model, adam(training, model), range(1))
     logged = model._get_ddp_logging_data()
-    training.note([logged[name] for name in ("world_size", "rank", "module_name", "num_parameter_tensors")])
+    names = ("world_size", "rank", "backend_name", "module_name", "num_parameter_tensors")
+    training.note([logged[name] for name in names])
     training.note(model.device_ids, model.output_device, model.dim, model.device.type, model.parameters_to_ignore)
     training.note(getattr(model, "no such name", "none"), hasattr(model, "no_sync"), model.mixed_precision)
