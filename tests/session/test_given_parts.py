@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 import embrace_fx
@@ -181,3 +183,18 @@ def _raw(rank: int, world_size: int) -> str:
 
 def test_what_reads_memory_below_torch_ends_in_an_error() -> None:
     assert all("data pointer" in line for line in run_ranks(2, _raw))
+
+
+def _load(rank: int, world_size: int) -> list[bool]:
+    model, whole = embrace_fx.compile(_tagger(), strategy="alltoall"), torch.linspace(-1, 1, ROWS * WIDTH)
+    model(torch.arange(6).view(2, 3))
+    mesh, equal = init_device_mesh("cpu", (world_size,)), []
+    for k, placement in enumerate((Shard(1), Shard(0), Replicate())):
+        value = whole.view(ROWS, WIDTH) + k
+        model.load_state_dict(model.state_dict() | {"words.weight": distribute_tensor(value, mesh, [placement])})
+        equal.append(torch.equal(_clone(torch.zeros(ROWS, WIDTH), model), value))
+    return equal
+
+
+def test_a_table_is_loaded_from_a_tensor_of_any_placement() -> None:
+    assert run_ranks(2, _load) == [[True] * 3] * 2
