@@ -53,7 +53,7 @@ OPPOSITE = {
     ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"),
     ast.And: ("and", "or"), ast.Or: ("or", "and"),
 }  # fmt: skip
-CHECKS = ("strict", "stacklevel", "repr", "compare")  # keywords that only check, name a line or print
+CHECKS = ("strict", "allow_nan", "stacklevel", "repr", "compare")  # keywords that only check, name a line or print
 COMMUTATIVE = ("max", "min", "add", "mul", "maximum", "minimum", "logical_and", "logical_or", "isinstance")
 
 Span = tuple[int, int, int, int]  # (line, column, end line, end column) as in `ast`: columns count bytes

@@ -82,3 +82,16 @@ def test_gradients_that_a_loop_holds_stay_as_they_were() -> None:
         assert len(noted) == 8
         for before, after in zip(noted, held, strict=True):
             assert torch.equal(before, after)
+
+
+def _held_while_accumulating(rank: int, world_size: int) -> list[bool]:
+    model: Any = embrace_fx.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), route="graph")
+    with model.no_sync():
+        model(torch.ones(3, 4)).square().mean().backward()
+    held = [parameter.grad for parameter in model.parameters()]
+    model(torch.ones(3, 4) + rank).square().mean().backward()
+    return [parameter.grad is each for parameter, each in zip(model.parameters(), held, strict=True)]
+
+
+def test_accumulated_gradients_stay_the_tensors_that_a_loop_holds() -> None:
+    assert run_ranks(2, _held_while_accumulating) == [[True] * 4] * 2
