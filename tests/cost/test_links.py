@@ -34,8 +34,6 @@ def test_an_all_reduce_sends_less_than_twice_the_tensor(ranks: int, tensor_bytes
 
 
 SLOW = Cluster(25_000.0, 0.1)
-UNEVEN = Cluster(1000.0, 0.5, (("all_to_all", Link(500.0, 0.25)),))
-"""An AlltoAll that reaches half of the bandwidth."""
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from embrace_fx.cost import exchanges as prediction
 from embrace_fx.cost.blocks import STREAMS, Streaming
-from embrace_fx.cost.sparsity import Sparsity, independent_ranks
 from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, ExchangeKind
 
@@ -71,11 +70,6 @@ WAYS = PLAIN | {
     "zen_elements": Way("zen", "balanced", elements=True),
     "ps_elements": Way("ps", elements=True),
 }
-
-
-def random_sparsity(num_units: int, width: int, itemsize: int, density: float, world_size: int) -> Sparsity:
-    """Every unit present on every rank with the same probability, independently."""
-    return independent_ranks(num_units, width, itemsize, (round(num_units * density),) * world_size)
 
 
 def bernoulli(density: float, *shape: int) -> Tensor:
