@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from itertools import repeat
+from operator import is_not
 from typing import Any
 from weakref import ref
 
@@ -368,8 +370,8 @@ class Buckets:
             absent: parameters that get no gradient from this backward.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
-        given = [p for bucket in buckets for p in bucket.parameters if id(p) not in without]
-        summed = any(parameter.grad is not None for parameter in given)
+        gradients = [p.grad for bucket in buckets for p in bucket.parameters if id(p) not in without]
+        summed = any(map(is_not, gradients, repeat(None)))
         self._stood_in |= bool(buckets) and not summed
         for bucket in buckets:
             if not summed:

@@ -182,10 +182,11 @@ class CommPipeline:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
             ahead = None  # no rank uses a prepared batch that has a bad id
-        exchanges = self.exchanges.values()
-        usable = self._valid and all(each.usable for each in exchanges)
-        if ahead is None or not usable or (self._handed_out and not all(each.still_equal() for each in exchanges)):
+        if ahead is None or not self._valid:
             return None
+        for exchange in self.exchanges.values():
+            if not exchange.usable or (self._handed_out and not exchange.still_equal()):
+                return None
         return ahead
 
     def _arrival(self) -> Arrival:

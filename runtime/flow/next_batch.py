@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -359,9 +361,9 @@ def announce_batch(
     everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
     states, end = [row[0] for row in everyone], 1 + len(now)
     return HandshakeResult(
-        all(state & _FOUND for state in states),
-        any(state & _OVERTOOK for state in states),
-        any(state & _SHARES for state in states),
+        bool(reduce(and_, states) & _FOUND),
+        bool(reduce(or_, states) & _OVERTOOK),
+        bool(reduce(or_, states) & _SHARES),
         [row[1:end] for row in everyone],
         [row[end:] for row in everyone],
     )

@@ -118,7 +118,7 @@ class Routing:
 
 def remaining_counts(counts: tuple[int, ...], taken: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Subtracts all of `taken` from `counts`, where each has one number of rows for each rank."""
-    return tuple(count - sum(of_rank) for count, *of_rank in zip(counts, *taken, strict=True))
+    return tuple([count - sum(of_rank) for count, *of_rank in zip(counts, *taken, strict=True)])
 
 
 def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -> tuple[Routing, Routing]:

@@ -51,6 +51,9 @@ class MissingLaunches:
 
     Args:
         flow: the pipeline whose launcher makes the launches.
+
+    Attributes:
+        on_the_spot: whether the phase makes some launches immediately, without the launcher.
     """
 
     def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
@@ -58,11 +61,7 @@ class MissingLaunches:
         self._flow = flow
         self._launches: list[_RegisteredLaunch] = []
         self._names: set[str] = set()  # names of saved values
-
-    @property
-    def on_the_spot(self) -> bool:
-        """Whether the phase makes some launches immediately, without the launcher."""
-        return any(each.id is None for each in self._launches)
+        self.on_the_spot = False
 
     def add(self, node: fx.Node, call: Call) -> Call:
         """Registers a graph node if it launches a collective. Returns the function that must run the node: `call`, or a
@@ -76,6 +75,7 @@ class MissingLaunches:
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
         launch = self._flow.launcher.launch_of(node)
+        self.on_the_spot |= launch is None
         self._launches.append(_RegisteredLaunch(op, launch, call, arguments, like))
         return call if launch is not None else self._counting(call)
 
