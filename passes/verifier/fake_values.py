@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -190,10 +189,10 @@ def _divided(size: Any) -> Any:
 
     def divide(base: Any, divisor: Any) -> Any:
         """Returns `base // divisor` as a quotient if it has no remainder."""
-        quotient = sympy.cancel(base / divisor)
-        return quotient if sympy.fraction(quotient)[1] == 1 else FloorDiv(base, divisor)
+        quotient = (base / divisor).cancel()
+        return quotient if quotient.as_numer_denom()[1] == 1 else FloorDiv(base, divisor)
 
-    return size.replace(FloorDiv, divide) if isinstance(size, sympy.Basic) else size
+    return size.replace(FloorDiv, divide) if hasattr(size, "xreplace") else size
 
 
 def _describe_value(value: Any) -> str:

@@ -19,6 +19,7 @@ from embrace_fx import what_if
 from embrace_fx.cost.devices import DEVICES, NVME
 from embrace_fx.cost.links import Cluster, Handling, Link
 from embrace_fx.cost.storage import StorageTier
+from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Grid
 from embrace_fx.vocabulary.schedule import SCHEDULES
@@ -101,7 +102,7 @@ with torch.device("meta"):
 @cache
 def graph() -> TrainingGraph:
     """Returns the graph of every batch, captured once."""
-    return what_if._capture_batch(MODEL, what_if.ModelState(MODEL), batch(0))[0]
+    return what_if._capture_batch(MODEL, ModelState(MODEL), batch(0))[0]
 
 
 def planned(options: dict[str, Any]) -> Forecast:
