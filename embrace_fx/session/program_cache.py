@@ -75,7 +75,10 @@ class Entries:
 
     def accepting(self, leaves: Sequence[Any]) -> Entry | None:
         """Returns the first entry whose capture is valid for a flattened batch (`leaves`), or None."""
-        return next((entry for entry in self.found if entry.captured.accepts(leaves)), None)
+        for entry in self.found:
+            if entry.captured.accepts(leaves):
+                return entry
+        return None
 
 
 class ProgramCache(dict[Any, Entries]):
@@ -140,7 +143,8 @@ def call_key(modes: tuple[bool, ...], leaves: Sequence[Any], spec: pytree.TreeSp
 
 def signature(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Returns the types, dtypes, devices and numbers of dimensions of flattened arguments, which a capture fixes."""
-    return tuple(
+    found = [
         (leaf.dtype, leaf.device, leaf.dim(), leaf.requires_grad) if isinstance(leaf, Tensor) else type(leaf)
         for leaf in leaves
-    )
+    ]
+    return tuple(found)

@@ -137,8 +137,10 @@ class RowExchange:
         not in flight because no rows were sent early, returns an empty tensor.
         """
         self._recorder.pause_segment()
-        ticket = next((ticket for ticket, _ in self.sent if ticket.id == launch), None)
-        return ids.new_empty((0,), dtype=dtype) if ticket is None else self._launcher.wait(ticket)
+        for ticket, _ in self.sent:
+            if ticket.id == launch:
+                return self._launcher.wait(ticket)
+        return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
         """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,).

@@ -171,6 +171,7 @@ def _measure_busy_share(communicator: Communicator, links: Cluster) -> float:
     own_bytes = bytes_for_rate(links, communicator.world_size)
     launch = make_launch(communicator, "all_reduce", own_bytes, CPU)
     runs = min(ceil(LONG_MS / launch_ms(links, "all_reduce", own_bytes, communicator.world_size)), MOST_IN_ROW)
+    _wait_for_ranks(communicator, CPU)
     began_s = time.process_time()
     wall_ms = runs * mean_ms(communicator, launch, runs, IN_FLIGHT, CPU)
     own = Load.of_this_rank((time.process_time() - began_s) * 1e3, wall_ms)
