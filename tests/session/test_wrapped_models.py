@@ -15,6 +15,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from tests.support import beside
+from tests.support.messages import logged
 from tests.support.parts import differs
 from tests.support.ranks import run_ranks
 from tests.support.sides import DTYPE, Matching, draw_batch
@@ -116,3 +117,21 @@ def test_a_model_leaves_the_compile_it_was_given_to_first() -> None:
         for case in ("copied", "left"):
             assert "shards of words.weight, items.weight" in found[case]
         assert "its module was compiled again" in found["closed"]
+
+
+def copy_before(rank: int, world_size: int) -> list[str]:
+    model, other = sharded(plain()), sharded(plain())
+    teacher = copy.deepcopy(model.module)
+    with logged() as lines:
+        train(model, rank)
+        train(other, rank)
+    assert torch.isfinite(teacher(*draw_batch(0, rank)))  # the teacher's own table is whole
+    return [line for line in lines if "copy of the model has whole ones" in line]
+
+
+@pytest.mark.long
+def test_copies_made_before_stay_whole_and_are_told_of() -> None:
+    first, second = run_ranks(2, copy_before)
+    assert len(first) == 1
+    assert "are now sharded, but an earlier copy of the model" in first[0]
+    assert not second
