@@ -15,6 +15,7 @@ Contract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,17 +55,23 @@ class NarrowExchange:
         return result
 
 
-def exchange_dtype(graph: TrainingGraph, table: TableSpec) -> torch.dtype:
-    """Returns the dtype in which the rows of a table are exchanged if the table is sharded. This is the narrower dtype
+def exchange_dtypes(graph: TrainingGraph) -> dict[str, torch.dtype]:
+    """Returns, for each table, the dtype in which its rows are exchanged if it is sharded. This is the narrower dtype
     to which the forward casts the rows, or the table's own dtype if there is no such cast.
 
     Args:
         graph: the captured graph.
     """
+    nodes = {node.name: node for node in graph.graph.nodes}
+    return {table.parameter: _exchange_dtype(nodes, table) for table in graph.tables}
+
+
+def _exchange_dtype(nodes: Mapping[str, fx.Node], table: TableSpec) -> torch.dtype:
+    """Returns the dtype in which the rows of a table are exchanged. `nodes` maps names to the graph's nodes."""
     if any(use.kind != "embedding" for use in table.uses):
         return table.dtype
-    lookups = [graph.node(use.lookup) for use in table.uses]
-    gradients = [graph.node(name) for use in table.uses for name in use.backward]
+    lookups = [nodes[use.lookup] for use in table.uses]
+    gradients = [nodes[name] for use in table.uses for name in use.backward]
     return _common_narrow_dtype(lookups, gradients, table.dtype) or table.dtype
 
 

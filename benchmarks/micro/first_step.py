@@ -4,13 +4,14 @@
     python -m benchmarks.micro.first_step --models tables --profile build/first_step.prof
     python -m benchmarks.micro.first_step --probe --models tables
 
-Six models: a Transformer encoder of 12 layers, 120 tables, 1,000 parameters, 240 tables, which shows what grows faster
-than the tables, a masked language model of Hugging Face's, ten steps of ten lengths, and its GPT-2. Every measurement
-is a process per rank that has never compiled; importing torch and embrace_fx, making the model and starting the process
-group come before the clock starts. The figure is that of rank 0, whose `compile` and first call end when all ranks have
-agreed; DDP's first step on the same model stands beside it. Beside the seconds stand rank 0's seconds of a processor,
-which depend less on what else the machine does. `--probe` leaves the links to be probed, and runs each process a second
-time, with what the first has left in the cache.
+Seven models: a Transformer encoder of 12 layers, 1,000 parameters, 120, 240 and 1,000 tables, which show what grows
+faster than the tables, a masked language model of Hugging Face's, ten steps of ten lengths, and its GPT-2. Every
+measurement is a process per rank that has never compiled; importing torch and embrace_fx, making the model and starting
+the process group come before the clock starts. The figure is that of rank 0, whose `compile` and first call end when
+all ranks have agreed. Beside it stand the first steps of DDP and of torch's own capture (`torch.compile` with the
+backend "aot_eager", which traces forward and backward and compiles nothing), on the same model. Beside the seconds
+stand rank 0's seconds of a processor, which depend less on what else the machine does. `--probe` leaves the links to be
+probed, and runs each process a second time, with what the first has left in the cache.
 `--profile` writes rank 0's cProfile of the embrace_fx step: `python -m pstats FILE` reads it.
 """
 
@@ -107,6 +108,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "transformer of 12 layers": Encoder,
     "120 tables": lambda: Tables(120),
     "240 tables": lambda: Tables(240),
+    "1,000 tables": lambda: Tables(1_000),
     "1,000 parameters": Chain,
     "BERT-MLM": MaskedLanguageModel,
     "GPT-2": LANGUAGE_MODELS["GPT-2"],
@@ -119,6 +121,7 @@ Taken = tuple[float, float]
 """Seconds, and seconds of a processor."""
 
 SECOND_RUN = "embrace_fx again"
+CAPTURE = "torch's capture"
 
 
 def first_step(model_name: str, system: str, profile: Path | None, *, probes: bool) -> Taken:
@@ -133,10 +136,12 @@ def first_step(model_name: str, system: str, profile: Path | None, *, probes: bo
     if profile is not None:
         profiler.enable()
     began_s, of_processor_s = time.perf_counter(), time.process_time()
-    trained: nn.Module
+    trained: Callable[[Tensor], Tensor]
     if system == "embrace_fx":
         links = None if probes else embrace_fx.Cluster(1e4, 0.1)
         trained = embrace_fx.compile(model, optimizer=optimizer, cluster=links)
+    elif system == CAPTURE:
+        trained = torch.compile(model, backend="aot_eager")
     else:
         trained = DistributedDataParallel(model)
     for ids in batches:
@@ -156,7 +161,8 @@ def first_step(model_name: str, system: str, profile: Path | None, *, probes: bo
 def measure_all(model_name: str, ranks: int, profile: Path | None, *, probes: bool) -> dict[str, Taken]:
     """Returns rank 0's measurements, by system."""
     with tempfile.TemporaryDirectory() as cache:
-        found = {} if profile else {"ddp": measure(model_name, "ddp", ranks, None, cache)}
+        beside = () if profile else ("ddp", CAPTURE)
+        found = {system: measure(model_name, system, ranks, None, cache) for system in beside}
         found["embrace_fx"] = measure(model_name, "embrace_fx", ranks, profile, cache, probes=probes)
         if probes:
             found[SECOND_RUN] = measure(model_name, "embrace_fx", ranks, None, cache, probes=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -198,7 +199,7 @@ class Plan:
     schedule_name: str = FULL
     chosen_because: str = ""
 
-    @property
+    @cached_property
     def sharded(self) -> tuple[str, ...]:
         """Names of the tables that are sharded, by columns or on a grid."""
         return tuple(d.parameter for d in self.decisions if d.strategy in SHARDED)
@@ -289,12 +290,15 @@ class Plan:
         """The predicted bytes that one rank sends per step, averaged over ranks."""
         return sum(d.sent_bytes_per_step for d in self.decisions)
 
+    @cached_property
+    def _by_parameter(self) -> dict[str, Decision]:
+        """Maps each parameter to its decision."""
+        return {decision.parameter: decision for decision in self.decisions}
+
     def __getitem__(self, parameter: str) -> Decision:
-        for decision in self.decisions:
-            if decision.parameter == parameter:
-                return decision
-        known = [decision.parameter for decision in self.decisions]
-        raise KeyError(f"The plan has no parameter {parameter!r}. Its parameters are {known}.")
+        if (found := self._by_parameter.get(parameter)) is None:
+            raise KeyError(f"The plan has no parameter {parameter!r}. Its parameters are {[*self._by_parameter]}.")
+        return found
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)

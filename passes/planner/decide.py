@@ -129,16 +129,12 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     tied = {other: fact.name for fact in facts for other in fact.tied}
     wanted = requested_strategies(findings.strategy, tuple(tables), trainable, tied)
     choices = {fact.name: _choose_strategy(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
-    watched = tuple(
-        fact.name
+    free = [
+        fact
         for fact in facts
-        if fact.name in tables
-        and fact.trainable
-        and fact.used
-        and not fact.local
-        and wanted[fact.name] == "auto"
-        and _depends_on_rows(pricing, tables[fact.name], fact)
-    )
+        if fact.name in tables and fact.trainable and fact.used and not fact.local and wanted[fact.name] == "auto"
+    ]
+    watched = _watched_tables(pricing, {fact.name: (tables[fact.name], fact) for fact in free})
     choices |= _sharded_to_share_latency(choices, pricing)
     decisions = tuple(_record_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     whole = (t.parameter for t in graph.tables if t.max_norm)
@@ -408,15 +404,39 @@ def _whole_because(sharded: PricedStrategy, allreduce: PricedStrategy, what: str
     return f"AllReduce adds {allreduce.added_ms:.3f} ms to a step, shards add {sharded.added_ms:.3f} ms: {what}"
 
 
+def _watched_tables(pricing: Pricing, tables: Mapping[str, tuple[TableSpec, ParameterFacts]]) -> tuple[str, ...]:
+    """Returns the tables whose fastest strategy depends on how many rows ranks read. Of tables that differ only in
+    their names, one is priced for all.
+
+    Args:
+        tables: name -> (the table, the facts about its parameter).
+    """
+    findings = replace(pricing.findings, sparsity={}, local_rows={})
+    anywhere = replace(pricing, findings=findings, in_use={})
+    kinds = {name: _kind(findings, *found) for name, found in tables.items()}
+    of_kind = {kind: tables[name] for name, kind in kinds.items()}
+    depend = {kind for kind, found in of_kind.items() if _depends_on_rows(anywhere, *found)}
+    return tuple(name for name, kind in kinds.items() if kind in depend)
+
+
+def _kind(findings: Findings, table: TableSpec, fact: ParameterFacts) -> tuple[object, ...]:
+    """Returns what the prices of a table depend on, besides measured rows and the plan in use. Tables of one kind have
+    the same prices. A table that an output layer reads is a kind of its own.
+    """
+    uses = tuple(replace(use, lookup="", backward=(), ids="", source="") for use in table.uses)
+    nameless = replace(table, parameter="", uses=uses), replace(fact, name="", param_group=0, tied=())
+    return *nameless, findings.sent_itemsizes[table.parameter], "" if table.use == "sparse" else fact.name
+
+
 def _depends_on_rows(pricing: Pricing, table: TableSpec, fact: ParameterFacts) -> bool:
     """Returns whether the fastest strategy of a table depends on how many rows ranks read.
 
     Args:
+        pricing: prices strategies without measured rows or a plan in use.
         fact: the facts about the table's parameter.
     """
-    anywhere = replace(pricing, findings=replace(pricing.findings, sparsity={}), in_use={})
     rows = {ceil(table.num_rows * share) for share in SHARES}
-    choices = [_choose_for_table(anywhere, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
+    choices = [_choose_for_table(pricing, table, fact, (each,) * pricing.world_size, "auto") for each in rows]
     best = {(c.chosen.strategy, bool(c.reason_if_sharded) and _gain_ms(c, None) > 0) for c in choices}
     return len(best) > 1
 

@@ -16,7 +16,7 @@ from math import ceil
 from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
-from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.narrow import exchange_dtypes
 from embrace_fx.passes.node_cost import is_heavy
 from embrace_fx.passes.planner.step_cost import one_way_bytes
 from embrace_fx.vocabulary.graph import TableSpec, TableUse, TrainingGraph, gradients_of, parameters_of
@@ -119,7 +119,8 @@ class _GraphOrder:
     """The positions of lookups, table gradients and compute-heavy nodes in a captured graph."""
 
     def __init__(self, graph: TrainingGraph) -> None:
-        self._graph = graph
+        self._behind: Mapping[str, frozenset[int]] = graph.results_behind
+        self._dtypes = exchange_dtypes(graph)
         self._nodes = {node.name: node for node in graph.graph.nodes}
         self._position = {name: k for k, name in enumerate(self._nodes)}
         self._computes = [k for k, node in enumerate(graph.graph.nodes) if is_heavy(node)]
@@ -153,13 +154,12 @@ class _GraphOrder:
         dtypes, param group, and the results through which it gets a gradient.
         """
         table = each.table
-        behind: Mapping[str, frozenset[int]] = self._graph.results_behind
         return (
             table.embedding_dim,
             table.dtype,
-            exchange_dtype(self._graph, table),
+            self._dtypes[table.parameter],
             each.param_group,
-            behind.get(table.parameter),
+            self._behind.get(table.parameter),
         )
 
 

@@ -19,7 +19,7 @@ from embrace_fx.cost.exchanges import Scheme, cheaper_scheme, predict
 from embrace_fx.cost.sparsity import Sparsity, in_blocks, independent_ranks, with_units_by_rank
 from embrace_fx.cost.wire import Format, Wire
 from embrace_fx.passes.heads import Unmatched, find_head, forward_nodes, head_blocker, head_losses
-from embrace_fx.passes.narrow import exchange_dtype
+from embrace_fx.passes.narrow import exchange_dtypes
 from embrace_fx.passes.node_cost import node_ms
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from embrace_fx.passes.planner.step_cost import (
@@ -45,7 +45,6 @@ for a sparse exchange, which needs the whole table on every rank; of columns, fo
 
 INDEX_BYTES = 8
 """Bytes of a unit in the index sets of Zen (`embrace_fx.runtime.exchanges.hashing.index_sets`)."""
-
 
 HEAD_EXCHANGES = 3
 """Exchanges of an output layer per step: counts, labels and coefficients."""
@@ -112,6 +111,11 @@ class Findings:
     travels_as: Format = "exact"
     has_budget: bool = False
     scored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def sent_itemsizes(self) -> dict[str, int]:
+        """The bytes of an element in which the rows of each table are exchanged if it is sharded."""
+        return {name: dtype.itemsize for name, dtype in exchange_dtypes(self.graph).items()}
 
     def with_whole(self, names: Collection[str], reason: str) -> Findings:
         """Returns a copy that marks tables as unshardable. `reason` says why, for example because of the optimizer."""
@@ -184,7 +188,7 @@ class Pricing:
         """The number of ranks."""
         return self.findings.world_size
 
-    @property
+    @cached_property
     def cluster(self) -> cost.Cluster:
         """The links, as an equivalent cluster with one rank per machine."""
         return self.links.flattened(self.world_size)
@@ -228,12 +232,10 @@ class Pricing:
         """Returns the price of each of `strategies` for a parameter that no lookup reads. Its gradient is assumed to
         have no zeros.
         """
-        # The cost of packing the gradient into its bucket.
-        packed = cost.passes_work(fact.nbytes) + cost.new_memory_work(fact.nbytes)
+        packing_bucket = cost.passes_work(fact.nbytes) + cost.new_memory_work(fact.nbytes)
         replicas = [each for each in strategies if each != "vocabulary"]
-        priced = self._price_replicas(
-            fact, _dense_sparsity(fact, self.world_size), cost.Exchange(0, 0), packed, replicas
-        )
+        dense = _dense_sparsity(fact, self.world_size)
+        priced = self._price_replicas(fact, dense, cost.Exchange(0, 0), packing_bucket, replicas)
         if "vocabulary" in strategies:
             priced["vocabulary"] = self._price_head(fact)
         return priced
@@ -252,7 +254,7 @@ class Pricing:
         exchanges = HEAD_EXCHANGES + CHUNK_EXCHANGES * head.chunks
         work = sweep_work(fact.nbytes, self.world_size) + cost.Work(rounds=ROUNDS * exchanges)
         if table is not None:
-            wire = Wire(exchange_dtype(self.findings.graph, table).itemsize)
+            wire = Wire(self.findings.sent_itemsizes[table.parameter])
             local = self.findings.local_rows.get(fact.name, {}).get(grid.rows)
             both_ways = shard_exchange(table, rows, wire, grid, local, "none")
             work += shard_work(table, rows, wire.itemsize, grid, "none")
@@ -329,7 +331,12 @@ class Pricing:
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
-            found = predict(strategy, self._in_sent_units(rows, strategy), scheme=scheme, cluster=self.links)
+            units = (
+                in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, self.links))
+                if strategy == "omnireduce"
+                else rows
+            )
+            found = predict(strategy, units, scheme=scheme, cluster=self.links)
             if rounds := strategy == "allreduce" and wire.is_narrower:
                 narrow = cost.all_reduce(wire.dense_bytes(prod(fact.shape)), self.world_size)
                 found = replace(found, mean=narrow, critical=narrow)
@@ -379,7 +386,7 @@ class Pricing:
     ) -> PricedStrategy:
         """Returns the price of sharding a table on a grid, or by columns if the grid is None or has one row."""
         grid = grid if grid is not None and grid.rows > 1 else None
-        itemsize = exchange_dtype(self.findings.graph, table).itemsize
+        itemsize = self.findings.sent_itemsizes[table.parameter]
         local_rows = self.findings.local_rows.get(fact.name, {}).get(grid.rows) if grid is not None else None
         wire = Wire(itemsize, self.findings.travels_as)
         exchange = shard_exchange(table, rows, wire, grid, local_rows, self.findings.schedule)
@@ -388,6 +395,7 @@ class Pricing:
         defers_rows, update_work = self._update_rule_cost(table, fact, rows)
         work = shard_work(table, rows, itemsize, grid, self.findings.schedule) + update_work
         shared_ms = replace(exchange, messages=0).time_ms(self.cluster, "all_to_all")
+        norms_blocker = NOT_ON_A_GRID if fact.adds_up_norms else None
         return PricedStrategy(
             "alltoall",
             exchange,
@@ -396,9 +404,7 @@ class Pricing:
                 shared_ms + replace(work, rounds=0.0).time_ms(self.cluster),
             ),
             fact.nbytes // self.world_size + 2 * exchange.sent_bytes,
-            blocker=shard_blocker(table)
-            or fact.row_update_blocker
-            or (NOT_ON_A_GRID if grid is not None and fact.adds_up_norms else None),
+            blocker=shard_blocker(table) or fact.row_update_blocker or (norms_blocker if grid is not None else None),
             grid=grid,
             defers_rows=defers_rows,
             norm_bytes=norms.sent_bytes,
@@ -442,12 +448,6 @@ class Pricing:
             return _dense_sparsity(fact, self.world_size)
         assumed = independent_ranks(table.num_rows, table.embedding_dim, fact.itemsize, rows)
         return self.findings.sparsity.get(table.parameter, assumed)
-
-    def _in_sent_units(self, rows: Sparsity, strategy: str) -> Sparsity:
-        """Converts a sparsity in rows to the units that a strategy sends: rows, or blocks for "omnireduce"."""
-        if strategy != "omnireduce":
-            return rows
-        return in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, self.links))
 
 
 def shard_blocker(table: TableSpec) -> str | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from embrace_fx.passes.narrow import NarrowExchange, exchange_dtype
+from embrace_fx.passes.narrow import NarrowExchange, exchange_dtypes
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.graph import Gradient, Parameter, Result, TrainingGraph
 from tests.support.golden import check_golden
@@ -108,7 +108,7 @@ def legal(name: str) -> tuple[Tables, TrainingGraph]:
 @pytest.mark.parametrize("name", LEGAL)
 def test_rows_travel_in_the_dtype_of_the_casts(name: str) -> None:
     _, graph = legal(name)
-    dtype = exchange_dtype(graph, table_of(graph))
+    dtype = exchange_dtypes(graph)[table_of(graph).parameter]
     after = narrowed(graph)
     launches = [n for n in after.graph.nodes if str(n.target).startswith("embrace.all_to_all")]
     assert dtype.itemsize == 2
@@ -121,7 +121,7 @@ def test_anything_else_leaves_the_graph_itself(forward: Callable[..., Any]) -> N
     graph = analysed(tables_model(forward), IDS)
     sharded = sharding(TABLE, world_size=2)(graph)
     assert NarrowExchange()(sharded) is sharded
-    assert exchange_dtype(graph, table_of(graph)) == torch.float32
+    assert exchange_dtypes(graph)[table_of(graph).parameter] == torch.float32
 
 
 @pytest.mark.parametrize("name", LEGAL)
