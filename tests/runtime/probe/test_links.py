@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from embrace_fx.runtime.probe import probe as measuring
 from embrace_fx.runtime.probe.disk_cache import VARIABLE, cache_folder, read_cached, write_cached
 from embrace_fx.runtime.probe.links import measure_links
 from embrace_fx.runtime.ranks.communicator import Communicator
-from tests.support.ranks import run_ranks, run_ranks_expecting_errors
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -90,6 +91,7 @@ def _links_within_a_host(rank: int, world_size: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, folder)
         patch.setattr(measuring, "probe_cluster", lambda *_: pytest.fail("probes links within a host"))
+        patch.setattr(measuring, "LOOPBACK_ALIKE", math.inf)  # on a busy machine, every exchange may be slow
         measuring._PROBED.clear()
         found = measure_links(communicator, 2**30, CPU)
         measuring._PROBED.clear()
@@ -98,9 +100,7 @@ def _links_within_a_host(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_ranks_of_one_host_have_its_usual_links(tmp_path: Path) -> None:
-    """One of five tries must succeed, because on a busy machine every exchange of a try may be slow."""
-    tries = (run_ranks_expecting_errors(2, _links_within_a_host, str(tmp_path)) for _ in range(5))
-    assert any(errors == [None, None] for errors in tries)
+    run_ranks(2, _links_within_a_host, str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
