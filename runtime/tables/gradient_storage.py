@@ -31,31 +31,23 @@ _WRITTEN_TOO_LATE = (
 
 
 class _ViewToken:
-    """A token that each view of a gradient keeps alive. The gradient refers to it weakly, and so detects whether views
-    exist.
-
-    Args:
-        of: the gradient.
-    """
+    """A token that each view of a gradient keeps alive. The gradient refers to it weakly, and so detects views."""
 
     def __init__(self, of: GradientStorage) -> None:
         self.of = weakref.ref(of)
 
 
 class GradientStorage(LocalStorage):
-    """Stores the gradient of a table shard: as rows, dense, or in flight. Aliases of the gradient share the storage.
-
-    A view, or a write that is not element-wise, makes the gradient dense permanently.
+    """Stores the gradient of a table shard. Aliases of the gradient share the storage. A view, or a write that is not
+    element-wise, makes the gradient dense permanently.
 
     Args:
         like: the table shard (V', d), whose shape and dtype the gradient has.
-        layout: the table's layout.
         siblings: returns the gradients of all sharded tables, in the same order on all ranks.
         no_dense: the reason why the gradient must not become dense, or "" if it may.
 
     Attributes:
-        unreduced: whether this is only this rank's sum of gradients, as under `no_sync`, before it is reduced over
-            ranks.
+        unreduced: whether this is only this rank's sum of gradients, as under `no_sync`.
         late: (the future that delivers this gradient, the gradient's index in the future), or None once it has arrived.
     """
 
@@ -91,7 +83,7 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_zero(self) -> bool:
-        """Whether the gradient is zero because nothing was added since it was created or zeroed."""
+        """Whether nothing was added since the gradient was created or zeroed."""
         return self.late is None and self.local is None and not self._rows
 
     def waits_for(self, future: GradientFuture[Sequence[Rows]]) -> bool:
@@ -104,11 +96,8 @@ class GradientStorage(LocalStorage):
         self.late = future, k
 
     def wait(self) -> None:
-        """Waits for the gradient if it is still in flight.
-
-        Raises:
-            RuntimeError: the caller wrote rows from `shown_rows` after the gradient had become dense, so the change has
-                no effect.
+        """Waits for the gradient if it is still in flight. Raises `RuntimeError` if rows from `shown_rows` were written
+        after the gradient had become dense, because the change has no effect.
         """
         if self.late is not None:
             late, k = self.late
@@ -155,15 +144,13 @@ class GradientStorage(LocalStorage):
 
     @property
     def is_dense(self) -> bool:
-        """Whether the gradient is stored as a dense tensor. Waits for it if it is in flight."""
+        """Whether the gradient is stored as a dense tensor. Waits for it."""
         self.wait()
         return self.local is not None
 
     @property
     def is_of_all_rows(self) -> bool:
-        """Whether the gradient is dense and rows that no lookup has read may have a gradient. Waits for it if it is in
-        flight.
-        """
+        """Whether the gradient is dense and rows that no lookup has read may have a gradient. Waits for it."""
         return self.is_dense and self._read is None
 
     def rows(self) -> Rows:
@@ -211,8 +198,8 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the stored ids and rows, which the caller may write. Returns None if the gradient is dense and has
-        views, or if it is dense and `is_of_all_rows`.
+        """Returns the stored ids and rows, which the caller may write, or None if a dense gradient has views or is of
+        all rows.
         """
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
@@ -226,7 +213,7 @@ class GradientStorage(LocalStorage):
         return tuple([rows for _, rows in self._rows]) if self._are_shown and self._viewer() is not None else ()
 
     def viewer(self) -> object:
-        """Returns the token that views of the gradient keep alive, by which the gradient knows that views exist."""
+        """Returns the token that views of the gradient keep alive."""
         viewer = self._viewer()
         if viewer is None:
             viewer = _ViewToken(self)
@@ -243,7 +230,7 @@ class GradientStorage(LocalStorage):
         return self.local if self.is_dense and self.local is not None else self.rows()[1]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Applies an element-wise function to the stored elements, in place. The function must map zero to zero."""
+        """Applies an element-wise function, which maps zero to zero, to the stored elements, in place."""
         if self.is_dense:
             assert self.local is not None
             self.local.copy_(change(self.local))
@@ -253,7 +240,6 @@ class GradientStorage(LocalStorage):
             self._norms = {}
 
     def copied(self) -> GradientStorage:
-        """Returns a copy with its own memory."""
         self.wait()
         other = copy.copy(self)
         other._rows, other._norms = list(self._rows), dict(self._known_norms())
@@ -267,7 +253,7 @@ class GradientStorage(LocalStorage):
 
     def norm(self, order: float) -> Tensor:
         """Returns the norm of the whole gradient over all ranks. Collective: the first call reduces the norms of all
-        tables, as clipping needs.
+        tables.
         """
         own = self._known_norms()
         if order not in own:
@@ -317,8 +303,8 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
 
 
 def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
-    """Returns how to combine the norms of shards over ranks: the power to which each rank raises its norm, and the
-    reduction of these powers.
+    """Returns how to combine the norms of shards: the power to which each rank raises its norm, and the reduction of
+    these.
     """
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
@@ -328,11 +314,8 @@ def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
 def _reduce_numbers(
     held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType
 ) -> list[Tensor]:
-    """Reduces several 0-d tensors over ranks in one collective, in the widest of their dtypes. Returns them in their
-    own dtypes.
-
-    Args:
-        held: a gradient of a table that is sharded over these ranks.
+    """Reduces 0-d tensors over the ranks of a gradient's table in one collective, in the widest of their dtypes.
+    Returns them in their own dtypes.
     """
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
     joined = torch.stack([value.to(widest) for value in values])
@@ -344,8 +327,7 @@ def _reduce_numbers(
 
 
 class TableGradient:
-    """The `.grad` objects of all parameters in a table. One backward fills them together, and a later backward may
-    reuse them.
+    """The `.grad` objects of all parameters in a table. One backward fills them, and a later backward may reuse them.
 
     Attributes:
         holds: whether the memory of the last gradients is still allocated.
@@ -367,8 +349,7 @@ class TableGradient:
         *,
         unreduced: bool = False,
     ) -> None:
-        """Sets the `.grad` of each parameter in the table to the parameter's gradient from a future. If the parameter
-        already has a `.grad`, adds the gradient to it.
+        """Sets the `.grad` of each parameter to its gradient from a future, or adds it to a `.grad` that exists.
 
         Args:
             without_gradient: names of parameters that get no gradient.
@@ -389,8 +370,8 @@ class TableGradient:
     def _reusable_gradients(
         self, late: GradientFuture[Sequence[Rows]]
     ) -> list[tuple[Member, nn.Parameter, TableShard, GradientStorage]]:
-        """Returns the gradients that later backwards can reuse: (table, parameter, `.grad`, storage of `.grad`) for
-        each parameter. Returns [] if any `.grad` contains more than the gradient that the future `late` delivers.
+        """Returns (table, parameter, `.grad`, its storage) of each parameter for later backwards to reuse. Returns []
+        if any `.grad` contains more than the gradient that `late` delivers.
         """
         found = []
         for member in self._members:
@@ -402,7 +383,7 @@ class TableGradient:
         return found
 
     def _are_free(self) -> bool:
-        """Returns whether the next backward can reuse the gradient objects: no code has read them, and none refers to
+        """Returns whether no code has read the gradient objects or refers to them, so that the next backward can reuse
         them.
         """
         late, (alone, of_gradient) = self._late, _ALONE
@@ -434,8 +415,8 @@ class TableGradient:
         return sum([member.waits_for(late) for member in self._members])
 
     def rows(self) -> Rows | None:
-        """Returns the ids and rows of the gradient of all parameters in the table, or None if the training loop has
-        replaced or changed a `.grad`.
+        """Returns the ids and rows of the gradient of all parameters, or None if the training loop has changed a
+        `.grad`.
         """
         if self._rows is None or self._late is None or self.count_in_flight(self._late) < len(self._members):
             self._rows = None
@@ -443,7 +424,7 @@ class TableGradient:
 
 
 def _expected_references() -> tuple[int, int]:
-    """Returns the reference counts of a gradient and of its storage if no other code refers to them."""
+    """Returns the reference counts of a gradient and of its storage that no other code refers to."""
     made: Any = torch.empty(0, device="cpu")
     made.held = object()
     given = [(None, None, made, made.held)]

@@ -6,15 +6,13 @@ Contract
     before a step that cannot be deferred.
     One step calls `begin`. For rows with gradients it then calls `apply_deferred`, the update and `record_applied`. At
     its end it calls `record`.
-    The tables of a joined table share the history of the space. A step of a single table uses its own history. One kind
-    of history is closed before the other is opened.
+    A joined table has a history, and so has each of its tables. One kind is closed before the other is opened.
 
 Forms of steps. Values that the steps share for all rows are float64 tensors with one number per step.
     linear    SGD with momentum or weight decay, RMSprop without weight decay. A step is a 2 x 2 matrix on a weight and
               its momentum, and a factor on the averages. Consecutive steps multiply to one matrix.
     decaying  Adam and AdamW without L2 weight decay. The averages decay by their betas, the weights by a factor and by
-              the sum of the remaining momentum terms. The sum stops once the remainder is below half of a weight's last
-              bit.
+              the sum of the remaining momentum terms, which stops below half of a weight's last bit.
     Others (Adam with L2 weight decay, Adagrad with weight decay, NAdam, RAdam, Adamax, Adadelta, Rprop, ASGD) need the
     row's own weights at every step, so their steps update all rows.
 
@@ -46,8 +44,7 @@ ROWS_AT_ONCE = 1 << 16
 
 
 class History:
-    """The deferred optimizer steps of a table. A row that has no gradient in a step defers that step until the row is
-    next read.
+    """The deferred optimizer steps of a table.
 
     Args:
         store: the rows and their optimizer state.
@@ -87,24 +84,20 @@ class History:
             self._taken = torch.zeros(len(local), dtype=torch.int32, device=local.device)
 
     def record_applied(self, places: Tensor) -> None:
-        """Records that the rows at the positions `places` (K,) in memory have applied the current step."""
+        """Records that the rows at `places` (K,) have applied the current step."""
         assert self.open is not None
         assert self._taken is not None
         self._taken.index_fill_(0, places, self._before + self.open.count + 1)
 
     def record(self, options: Mapping[str, Any]) -> None:
-        """Records the current step as deferred for all rows that have not applied it. Call it before the step changes
-        the optimizer state.
-        """
+        """Records the current step as deferred for all other rows. Call it before the step changes the state."""
         assert self.open is not None
         self.open.record(options, {} if self.open.count else self._store.state)
         if self.open.count == MOST_STEPS:
             self.close()
 
     def apply_deferred(self, places: Tensor) -> None:
-        """Applies the deferred steps of the rows at the positions `places` (K,) in memory. Call it before the rows are
-        read.
-        """
+        """Applies the deferred steps of the rows at `places` (K,). Call it before the rows are read."""
         if self.open is not None:
             self.apply_open(places, self._store.local, self._store.state)
         elif self._space is not None and self._space.open is not None:
@@ -114,8 +107,8 @@ class History:
                 each.apply_deferred(own)
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """Splits positions of rows in a joined table by the tables that it joins. Yields, for each table, the table's
-        history and its share of the positions `places` (K,), relative to its first row.
+        """Yields the history of each table in a joined table, with its share of `places` (K,), relative to its first
+        row.
         """
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
@@ -123,12 +116,7 @@ class History:
             yield each, places[of == k] - each._first
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the deferred steps to the rows at the positions `places` (K,) in memory, in place.
-
-        Args:
-            local: the table's weights (V', d).
-            state: the table's optimizer state.
-        """
+        """Applies the deferred steps to the rows at `places` (K,) of the weights (V', d), in place."""
         assert self.open is not None
         assert self._taken is not None
         if self.open.count:
@@ -161,9 +149,6 @@ _OPEN = attrgetter("open")
 class SkippedSteps(ABC):
     """Several optimizer steps without a gradient, stored so that all of them can be applied to a row at once.
 
-    Args:
-        device: the table's device.
-
     Attributes:
         count: the number of steps.
     """
@@ -178,26 +163,20 @@ class SkippedSteps(ABC):
 
     @abstractmethod
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds one step with these options.
-
-        Args:
-            state: for the first step, the optimizer state before the step. Ignored for later steps.
-        """
+        """Adds one step. `state` is the optimizer state before the first step; later steps ignore it."""
 
     @abstractmethod
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies the deferred steps to rows in place, and updates their counts in `taken`.
+        """Applies the steps to the rows `ids` (K,), with possible duplicates, of the weights `local` (V', d), in place.
 
         Args:
-            ids: row ids (K,), with possible duplicates.
             taken: (V',) integers, updated in place: the number of steps that each row has applied. Rows with more than
                 `count` do not change.
-            local: the table's weights (V', d).
         """
 
     @abstractmethod
     def end(self) -> None:
-        """Ends the history, and frees the memory reserved for further steps."""
+        """Frees the memory reserved for further steps."""
 
 
 _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
@@ -208,8 +187,8 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def deferred_steps_class(
     kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Returns the class that can represent deferred steps of an optimizer with these options, or None if its steps
-    cannot be deferred.
+    """Returns the class that represents deferred steps of an optimizer with these options, or None if it cannot defer
+    them.
     """
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
@@ -228,9 +207,7 @@ def _count_tensors(values: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def _can_defer_adam(options: Mapping[str, Any]) -> bool:
-    """Returns whether Adam's steps can be deferred: without gradients its momentum must decay faster than its
-    denominator.
-    """
+    """Returns whether, without gradients, Adam's momentum decays faster than its denominator."""
     beta1, beta2 = options["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return False
@@ -267,11 +244,9 @@ class DeferredAdam(SkippedSteps):
         self._amsgrad: bool | None = None
 
     def fits(self, options: Mapping[str, Any]) -> bool:
-        """Returns whether an optimizer step with these options can be added."""
         return self._amsgrad in (None, options["amsgrad"])
 
     def record(self, options: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Adds one step, by its coefficients."""
         if self._coefficients is None:
             self._coefficients = torch.zeros((MOST_STEPS + 1, COLUMNS), dtype=torch.float64, device=self._device)
             self._counted = round(float(state["step"]))
@@ -296,9 +271,6 @@ class DeferredAdam(SkippedSteps):
         self._bounds = (max(largest, size), min(least, eps), max(ratio, beta1 / math.sqrt(beta2)))
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to the rows `ids` (K,), in place, the steps that they have not applied yet. See
-        `SkippedSteps.apply_to` for `taken`.
-        """
         assert self._coefficients is not None
         greatest = state["max_exp_avg_sq"] if self._amsgrad else None
         averages = Averages(state["exp_avg"], state["exp_avg_sq"], greatest)
@@ -307,7 +279,6 @@ class DeferredAdam(SkippedSteps):
         )
 
     def end(self) -> None:
-        """Ends the history, and frees memory reserved for further steps."""
         if self._coefficients is not None:
             self._coefficients = self._coefficients[: self.count + 1].clone()
         if self._moments is not None:
@@ -343,9 +314,6 @@ class DeferredSGD(SkippedSteps):
         self._maps[self.count] = self._maps.new_tensor(_IDENTITY)
 
     def apply_to(self, local: Tensor, state: Mapping[str, Any], ids: Tensor, taken: Tensor) -> None:
-        """Applies to the rows `ids` (K,), in place, the steps that they have not applied yet. See
-        `SkippedSteps.apply_to` for `taken`.
-        """
         assert self._maps is not None
         rested = taken.index_select(0, ids)
         if not local.is_cuda:  # a selection by mask synchronizes with a device, but costs nothing on the CPU
@@ -368,7 +336,6 @@ class DeferredSGD(SkippedSteps):
         taken.index_copy_(0, ids, rested.clamp(min=self.count))
 
     def end(self) -> None:
-        """Ends the history, and frees memory reserved for further steps."""
         if self._maps is not None:
             self._maps = self._maps[: self.count + 1].clone()
 
@@ -377,8 +344,8 @@ _IDENTITY = (1.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def _step_map(options: Mapping[str, Any]) -> tuple[tuple[float, float, float, float], float]:
-    """Returns the coefficients ((a, b, c, d), factor) of one optimizer step without a gradient. The step changes a
-    weight w and its momentum u to a w + b u and c w + d u, and multiplies moving averages by the factor.
+    """Returns ((a, b, c, d), factor) of one step without a gradient: a weight w and its momentum u become a w + b u and
+    c w + d u, and the factor multiplies moving averages.
     """
     lr, momentum = float(options["lr"]), options["momentum"]
     if "alpha" in options:  # only RMSprop has the option alpha

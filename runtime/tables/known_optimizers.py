@@ -54,12 +54,9 @@ class KnownOptimizers:
         ]
 
     def dense_update_policy(self, parameter: Tensor, row_updates: RowUpdates) -> DenseUpdatePolicy:
-        """Returns how a table's optimizer updates rows that have no gradient. If no optimizer is registered for the
-        table, or several are, returns the policy of an optimizer that changes all rows, unless `row_updates` is "lazy".
-
-        Args:
-            parameter: the table's parameter.
-            row_updates: the user's option `row_updates`, which says when rows without a gradient are updated.
+        """Returns how a table's optimizer updates rows that have no gradient under the user's option `row_updates`. If
+        no optimizer is registered for the table, or several are, assumes one that changes all rows, unless the option
+        is "lazy".
         """
         held = self.find(parameter)
         if len(held) == 1:

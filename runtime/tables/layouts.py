@@ -27,9 +27,7 @@ Slices = tuple[slice, slice]
 
 def make_mesh(communicator: Communicator, device_type: str, grid: Grid | None) -> DeviceMesh | None:
     """Returns the device mesh over which tables are sharded on `grid`, or by columns if `grid` is None. Returns None
-    for a single process.
-
-    The first call for a grid is collective, because each row and column of the grid gets a process group.
+    for a single process. The first call for a grid is collective, because it makes process groups.
     """
     group = communicator.group
     if group is None or communicator.world_size == 1:
@@ -61,11 +59,10 @@ def own_slices(shape: Sequence[int], mesh: DeviceMesh) -> Slices:
 
 
 def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) -> Tensor:
-    """Scatters rank 0's table (V, D), and returns this rank's shard (V', d). Collective.
+    """Scatters rank 0's table (V, D) on a grid, or by columns. Returns this rank's shard (V', d). Collective.
 
     Args:
         table: the table on rank 0; on other ranks, any tensor of its shape, dtype and device type.
-        grid: the grid on which to shard, or None to shard by columns.
     """
     if goes_through_host(table, group):
         return scatter_table(table.cpu(), group, grid).to(table.device)

@@ -12,12 +12,7 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class LocalStorage:
-    """Stores this rank's shard of a tensor. All aliases of the tensor share it.
-
-    Args:
-        local: this rank's shard.
-        keeps: an object to keep alive as long as this storage exists.
-    """
+    """Stores this rank's shard of a tensor. All aliases of the tensor share it, and keep the object `keeps` alive."""
 
     def __init__(self, local: Tensor, keeps: object = None) -> None:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
@@ -74,7 +69,7 @@ class LocalStorage:
         return True
 
     def values(self) -> Tensor:
-        """Returns the stored elements. Elements that are not stored, which only a subclass leaves out, are zero."""
+        """Returns the stored elements. All others, which only a subclass leaves out, are zero."""
         return self.dense()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -92,9 +87,7 @@ class LocalStorage:
 
     @property
     def unreduced(self) -> bool:
-        """Whether this is a view of a gradient that is this rank's own sum under `no_sync`, to be reduced in a later
-        backward.
-        """
+        """Whether this is a view of a gradient that is not yet reduced over ranks, as under `no_sync`."""
         of = getattr(self._keeps, "of", None)
         gradient = of() if of is not None else None
         return gradient is not None and gradient.unreduced
@@ -109,22 +102,16 @@ class LocalStorage:
 
 
 class CopyStorage(LocalStorage):
-    """Stores a copy of a tensor. Writes to the copy raise, because they would not reach the tensor.
-
-    Args:
-        refusal: the message of the error.
-    """
+    """Stores a copy of a tensor. Writes to the copy raise `refusal`, because they would not reach the tensor."""
 
     def __init__(self, local: Tensor, refusal: str) -> None:
         super().__init__(local)
         self._refusal = refusal
 
     def check_write(self) -> None:
-        """Raises `RuntimeError`, because the write would not reach the original tensor."""
         raise RuntimeError(self._refusal)
 
     def storage_of_view(self, view: Tensor) -> LocalStorage:
-        """Returns a storage for a view of the copy, to which writes raise too."""
         return CopyStorage(view, self._refusal)
 
 
@@ -139,8 +126,7 @@ GONE = (
 
 
 class GradientFuture(Generic[Landed]):
-    """A future that delivers the gradients of several parameters while they are still being exchanged. The `.grad` of
-    each parameter refers to it.
+    """A future that delivers the gradients of several parameters, whose `.grad` refers to it.
 
     Args:
         wait: function that waits for the gradients. It must hold the model weakly: the garbage collector does not
@@ -155,11 +141,7 @@ class GradientFuture(Generic[Landed]):
         self.landed: Sequence[Landed] | None = None
 
     def now(self) -> Sequence[Landed]:
-        """Waits for the gradients, and returns them.
-
-        Raises:
-            RuntimeError: the model has been deleted.
-        """
+        """Waits for the gradients, and returns them. Raises `RuntimeError` if the model has been deleted."""
         if self.landed is None:
             with outside_of_modes():
                 self.landed = self._wait()

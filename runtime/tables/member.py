@@ -1,8 +1,7 @@
 """A table that stores a single parameter, alone or as a member of a joined table.
 
 The table's parameter stays the same object and becomes a part (`table_shard.py`). On a single process it stays a plain
-tensor.
-Row ids index the part, V' x d: by columns they are the table's ids, on a grid id // rows.
+tensor. Row ids index the part, V' x d: by columns they are the table's ids, on a grid id // rows.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ class Member(Table):
         return None if held is None or held.is_zero else held
 
     def open_gradient(self) -> GradientStorage:
-        """Returns the storage to which a backward adds gradients: the storage of `.grad`, or a new one that contains
-        zeros.
-        """
+        """Returns the storage to which a backward adds gradients: that of `.grad`, or a new one of zeros."""
         gradient = self.parameter.grad
         if isinstance(gradient, TableShard) and isinstance(gradient.held, GradientStorage):
             return gradient.held
@@ -110,11 +107,10 @@ class Member(Table):
     def add_gradient(
         self, ids: Tensor, rows: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, or does nothing if the parameter is in
-        `without_gradient`.
+        """Adds a gradient with unique ids (K,) and rows (K, d) to `.grad`, unless `without_gradient` names the
+        parameter.
 
         Args:
-            without_gradient: names of parameters that get no gradient.
             unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
         """
         if self.name in without_gradient:
@@ -126,23 +122,14 @@ class Member(Table):
     def add_dense_gradient(
         self, gradient: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Adds a gradient of all rows (V', d) of this rank's shard to `.grad`.
-
-        Args:
-            without_gradient: names of parameters that get no gradient.
-            unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
-        """
+        """Adds a gradient of all rows (V', d) of this rank's shard, as `add_gradient` does."""
         if self.name not in without_gradient:
             held = self.open_gradient()
             held.add_dense(gradient)
             held.unreduced = unreduced
 
     def add_future_gradient(self, future: GradientFuture[Sequence[Rows]], k: int, *, unreduced: bool) -> None:
-        """Sets `.grad` to the k-th gradient of a future. If `.grad` is already set, adds the gradient to it.
-
-        Args:
-            unreduced: whether the gradient is this rank's own, not yet reduced over ranks.
-        """
+        """Sets `.grad` to the k-th gradient of a future, or adds it to a `.grad` that exists."""
         held = self.open_gradient()
         if held.is_zero:
             held.set_future(future, k)
@@ -186,10 +173,8 @@ class Member(Table):
 
     def predicted_bytes(self, ranks: int) -> tuple[int, int, int | None]:
         """Predicts (bytes of the weights, of the gradient, of the optimizer state) on the rank with the largest shard,
-        if the table is sharded over `ranks` ranks.
-
-        The gradient counts as dense if optimizer steps update all rows or the optimizer is unknown; otherwise it counts
-        as 0 bytes. The bytes of the state are None while the optimizer is unknown.
+        if the table is sharded over `ranks` ranks. A gradient of single rows counts as 0 bytes. The bytes of the state
+        are None while the optimizer is unknown.
         """
         if self.store.refusal:
             weights, state = self.store.held_bytes()
@@ -212,7 +197,7 @@ class Member(Table):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def param_group(self) -> Options:
-        """Returns the optimizer's param group of the parameter, or an empty one if the training loop has removed it."""
+        """Returns the optimizer's param group of the parameter, or {} if the training loop has removed it."""
         assert self.optimizer is not None
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         g, p = self._at  # try the position that the parameter had last time
@@ -226,11 +211,9 @@ class Member(Table):
         return {}
 
     def can_update_jointly(self) -> bool:
-        """Returns whether a single update can change all rows of the table: True once its optimizer is known."""
         return self.optimizer is not None
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether `optimizer` updates the table, with options that currently equal `options`."""
         return self.optimizer is optimizer and same_options(options, hyperparameters(self.param_group()))
 
     @property

@@ -25,38 +25,29 @@ class Prefetcher(Protocol):
     """The interface through which `lookahead` announces which rows upcoming batches read."""
 
     def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
-        """Prepares for a training call of the model. Called before each training call.
-
-        Args:
-            leaves: the flattened arguments of the call.
-            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
+        """Prepares for a training call with these flattened arguments. `upcoming` is the batch of the call that is
+        `ahead` calls later, or None if it is not known.
         """
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call of the model. Called after each call.
-
-        Args:
-            train: whether it was a training call.
-        """
+        """Ends a call of the model, which may have been a training call."""
 
 
 _OPEN = attrgetter("history.open")
 
 
 class UpcomingBatch(Protocol):
-    """The interface of a batch that `lookahead` has read from the data loader, before the model is called with it."""
+    """A batch that `lookahead` has read from the data loader, before the model is called with it."""
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether these flattened arguments of a call of the model are this batch."""
+        """Returns whether the flattened arguments of a call are this batch."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns, by table name, the ids of the rows that the batch looks up in each table."""
+        """Returns the ids of the rows that the batch looks up, by table name."""
 
 
 def ignored_names(model: nn.Module) -> frozenset[str]:
-    """Returns the names of the parameters and buffers that the user has excluded from DDP, so that each rank keeps its
-    own values.
-    """
+    """Returns the names of the parameters and buffers that the user has excluded from DDP."""
     return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -65,10 +56,8 @@ OFTEN = 2
 
 
 class ParameterReads:
-    """Detects a training loop that reads all parameters after every optimizer step.
-
-    Deferring the updates of rows costs more than it saves if all rows are read after each step. `in_every_step` changes
-    only while parameters are read, because no update is pending at that time.
+    """Detects a training loop that reads all parameters after every optimizer step. Deferring updates then costs more
+    than it saves. `in_every_step` changes only while parameters are read, when no update is pending.
     """
 
     _in_a_row: int
@@ -102,13 +91,11 @@ class ParameterReads:
 
 @dataclass(frozen=True)
 class GatheredTable:
-    """A cached copy of a whole table, with the versions from which `is_current` tells whether the copy is outdated.
+    """A cached copy of a whole table, and the shard, its version and the number of optimizer steps when it was
+    gathered.
 
     Attributes:
-        local: this rank's shard when the table was gathered. The reference prevents its memory from being reused for
-            another tensor.
-        version: the version counter of `local` when the table was gathered.
-        steps: the number of optimizer steps when the table was gathered.
+        local: this rank's shard. The reference prevents its memory from being reused for another tensor.
     """
 
     whole: Tensor
@@ -117,21 +104,14 @@ class GatheredTable:
     steps: int
 
     def is_current(self, local: Tensor, steps: int) -> bool:
-        """Returns whether the cached copy still has the table's current values.
-
-        Args:
-            local: this rank's shard now.
-            steps: the number of optimizer steps so far.
+        """Returns whether the copy still has the current values of the shard `local`, after `steps` optimizer steps in
+        all.
         """
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
 
 class ModelState:
-    """Gives access to the current parameters, buffers and embedding tables of a model.
-
-    Args:
-        model: the user's model.
-    """
+    """Gives access to the current parameters, buffers and embedding tables of the user's model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(_find_owners(model, "_parameters"))
@@ -171,22 +151,17 @@ class ModelState:
         """Calls whose results are alive and have had no backward."""
 
     def table(self, name: str) -> Table:
-        """Returns the table with this name, or the joined table, in which several tables are handled as one matrix."""
+        """Returns the table, or the joined table, with this name."""
         return self.spaces.get(name) or self.tables[name]
 
     def units(self) -> list[Table]:
-        """Returns the joined tables, and the tables that are not part of a joined one. The rows of each are exchanged
-        together.
-        """
+        """Returns the joined tables and all other tables. The rows of each are exchanged together."""
         joined = {id(table) for space in self.spaces.values() for table in space.members}
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
     def group_by_joined_table(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Groups the gradients of tables by joined table, where one optimizer update of the joined table can replace
-        the tables' separate updates.
-
-        Yields:
-            (joined table, its gradient as ids and rows) for each group, and (table, its gradient) for each other table.
+        """Yields (joined table or table, its gradient as ids and rows). Tables are joined if one update can replace
+        theirs.
         """
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
@@ -208,7 +183,7 @@ class ModelState:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Maps the name of each sharded table to its layout: which rows and columns each rank has."""
+        """Maps the name of each sharded table to its layout."""
         tables = {table.parameter: table.layout for table in self.tables.values() if table.layout.mesh is not None}
         if not tables:  # fast path, because every call of a lookup layer comes here
             return {}
@@ -222,7 +197,7 @@ class ModelState:
         return any(map(_OPEN, self.tables.values())) or any(map(_OPEN, self.spaces.values()))
 
     def flush_tables(self) -> None:
-        """Applies the deferred optimizer updates of the rows of all tables. No optimizer step may be pending."""
+        """Applies the deferred optimizer updates of all rows. No optimizer step may be pending."""
         with outside_of_modes():
             for table in self.units():
                 table.flush()
@@ -253,9 +228,7 @@ class ModelState:
             table.parameter = self._known[name]
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Returns the parameter with this name. If the model no longer has one, returns the last parameter with the
-        name.
-        """
+        """Returns the parameter with this name, or the last one that had it if the model no longer has one."""
         owner, key = self._parameters[name]
         try:
             found: nn.Parameter | None = owner[key]
@@ -282,12 +255,7 @@ class ModelState:
         return next(map(self.parameter, self.names), None)
 
     def with_unreduced(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns the sum of `gradient` and of the gradient that this rank has accumulated under `no_sync` for a
-        parameter. Returns `gradient` itself if there is none.
-
-        Args:
-            name: the name of the parameter.
-        """
+        """Returns the sum of a parameter's `gradient` and of what this rank has accumulated for it under `no_sync`."""
         left = self.parameter(name).grad if name in self.unreduced else None
         if left is None:
             return gradient
@@ -313,15 +281,11 @@ class ModelState:
         return read_shard
 
     def buffers_in(self, selects: Callable[[dict[str, Any]], bool]) -> list[str]:
-        """Returns the names of the buffers in modules that `selects` chooses.
-
-        Args:
-            selects: function of a module's dict of buffers that returns whether to include them.
-        """
+        """Returns the names of the buffers in modules whose dict of buffers `selects` chooses."""
         return [name for name, (owner, _) in self._buffers.items() if selects(owner)]
 
     def buffer_names(self) -> list[str]:
-        """Returns one name for each buffer, even if several modules share the buffer."""
+        """Returns one name for each buffer, even if several modules share it."""
         found: dict[int, str] = {}
         for name, (owner, key) in self._buffers.items():
             if owner.get(key) is not None:
@@ -339,11 +303,7 @@ class ModelState:
 
 
 def _find_owners(model: nn.Module, kind: str) -> list[tuple[str, tuple[dict[str, Any], str]]]:
-    """Returns (name, (the module's dict that contains it, its key in that dict)) for all parameters or all buffers.
-
-    Args:
-        kind: which dicts of modules to search: "_parameters" or "_buffers".
-    """
+    """Returns (name, (its module's dict, its key there)) of all parameters or buffers; `kind` names the dicts."""
     found = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         owner: dict[str, Any] = getattr(module, kind)

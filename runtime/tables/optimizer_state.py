@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 
 def read_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
-    """Returns an optimizer's state of a table. A tensor that is sharded like the table is returned as a plain tensor:
-    this rank's shard (V', d).
-    """
+    """Returns an optimizer's state of a table, with this rank's shards (V', d) as plain tensors."""
     kept = optimizer.state.get(parameter) or {}
     found, shape = dict(kept), None
     for key, value in found.items():
@@ -52,10 +50,8 @@ def write_state(optimizer: Optimizer, parameter: nn.Parameter, state: Mapping[st
 
 
 def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
-    """Converts a plain value of a table's optimizer state to the value that users see in `optimizer.state`.
-
-    A tensor with one element per element of the table, or of this rank's shard, becomes a `TableShard`. Other values
-    are returned unchanged.
+    """Returns the value that users see in `optimizer.state`: a `TableShard` for a tensor with the shape of the table or
+    of this rank's shard, other values unchanged.
     """
     if not isinstance(parameter, TableShard) or isinstance(value, TableShard) or not isinstance(value, Tensor):
         return value
@@ -67,8 +63,8 @@ def to_user_state(parameter: nn.Parameter, value: Any) -> Any:
 
 
 def cut_own_state(parameter: nn.Parameter, layout: Layout, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a table's optimizer state, where this rank's shards replace the tensors that have the table's shape.
-    Collective if such a tensor is sharded in another layout than `layout`.
+    """Returns a table's optimizer state with this rank's shards of the tensors that have the table's shape. Collective
+    if such a tensor is sharded in another layout than `layout`.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return {**state, **{key: to_user_state(parameter, cut_own_shard(v, layout)) for key, v in tensors.items()}}
@@ -85,8 +81,8 @@ def gather_state(parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str,
 def state_dict_with_shards(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns a copy of an optimizer's state dict in which the state of sharded tables is sharded by columns.
-    Collective if a table is sharded by rows and columns.
+    """Returns an optimizer's state dict in which the state of sharded tables is sharded by columns. Collective if a
+    table is sharded by rows and columns.
     """
     shown = dict(state_dict["state"])
     tables = {table.parameter: table for table in model.tables.values()}
@@ -105,8 +101,8 @@ def state_dict_with_shards(
 def state_dict_to_load(
     optimizer: Optimizer, state_dict: dict[str, Any], model: ModelState, communicator: Communicator
 ) -> dict[str, Any]:
-    """Returns a copy of an optimizer's state dict in which the state of sharded tables is reduced to this rank's
-    shards. Collective if ranks must exchange shards.
+    """Returns an optimizer's state dict in which the state of sharded tables is reduced to this rank's shards.
+    Collective if ranks must exchange shards.
     """
     loaded = dict(state_dict["state"])
     with communicator.watching():
@@ -118,9 +114,7 @@ def state_dict_to_load(
 
 
 def convert_loaded_state(parameter: nn.Parameter, state: dict[str, Any], model: ModelState) -> dict[str, Any]:
-    """Returns a parameter's loaded optimizer state as this rank stores it: its shards for a sharded table, otherwise
-    whole tensors. Collective if ranks must exchange shards.
-    """
+    """Returns a parameter's loaded optimizer state as this rank stores it. Collective if ranks must exchange shards."""
     table = next((table for table in model.tables.values() if table.parameter is parameter), None)
     if table is not None and table.store.refusal:
         raise RuntimeError(table.store.refusal)

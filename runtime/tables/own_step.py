@@ -1,5 +1,4 @@
-"""Runs an optimizer's own step on tensors that are not its parameters: on some rows of a table, or on a joined
-table.
+"""Runs an optimizer's own step on tensors that are not its parameters: on some rows of a table, or on a joined table.
 
 The optimizer is element-wise (`embrace_fx.vocabulary.exactness`): a step on some rows and their state changes them as a
 step on the whole table would.
@@ -29,7 +28,7 @@ State = MutableMapping[str, Any]
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of the current options of a param group, without its parameters."""
+    """Returns a copy of a param group's current options, without its parameters."""
     found = {**group}
     found.pop("params", None)
     for name, value in found.items():
@@ -39,11 +38,7 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_options(group: Mapping[str, Any], except_for: str = "") -> tuple[tuple[str, Hashable], ...] | None:
-    """Returns the options of a param group as a hashable key, or None if some options are not plain values.
-
-    Args:
-        except_for: name of an option to leave out.
-    """
+    """Returns a param group's options without `except_for` as a hashable key, or None if some are not plain values."""
     found: list[tuple[str, Hashable]] = []
     for name, value in group.items():  # a plain loop, because this runs several times per step
         if name not in ("params", except_for):
@@ -58,17 +53,15 @@ Decide = TypeVar("Decide", bound=Callable[..., Any])
 
 
 def cached_by_options(decide: Decide) -> Decide:
-    """Decorates a function of (optimizer class, options, ...) so that its results are cached. A call is cached only if
-    all options are plain values, such as numbers.
+    """Decorates a function of (optimizer class, options, ...) so that its results are cached if all options are plain
+    values, such as numbers.
     """
 
     @lru_cache(maxsize=256)
     def call_cached(optimizer_class: Hashable, plain: tuple[tuple[str, Hashable], ...], *rest: Hashable) -> Any:
-        """Calls the decorated function with options given as a hashable key. Cached."""
         return decide(optimizer_class, dict(plain), *rest)
 
     def call(optimizer_class: type[Optimizer], options: Mapping[str, Any], *rest: Any) -> Any:
-        """Calls the decorated function, through the cache if all options are plain values."""
         plain = plain_options(options)
         if plain is None:
             return decide(optimizer_class, options, *rest)
@@ -81,7 +74,7 @@ PLAIN = frozenset({float, bool, int, str, type(None)})
 
 
 def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two dicts of optimizer options are equal. Tensors are compared by value."""
+    """Returns whether two dicts of optimizer options are equal. Compares tensors by value."""
     if one.keys() != other.keys():
         return False
     for key, value in one.items():
@@ -101,12 +94,8 @@ def accepts_sparse(optimizer: Optimizer) -> bool:
 def step_groups(
     optimizer: Optimizer, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, Any] | None = None
 ) -> None:
-    """Runs an optimizer's own step on `groups` instead of the optimizer's own param groups.
-
-    The optimizer keeps its own groups meanwhile, because another thread may clear gradients or change learning rates.
-
-    Args:
-        state: state to use instead of the optimizer's own.
+    """Runs an optimizer's own step on `groups`, and on `state` if given, instead of the optimizer's own. The optimizer
+    keeps its own groups meanwhile, because another thread may clear gradients or change learning rates.
     """
     before = dict(optimizer.__dict__)
     another: Optimizer = object.__new__(type(optimizer))
@@ -133,10 +122,8 @@ def step_groups(
 
 
 def _step_without_wrapper(step: Any, optimizer: Optimizer) -> None:
-    """Runs an optimizer's step with gradients disabled, without the overhead of the decorator that torch uses for this.
-
-    Args:
-        step: the `step` function of the optimizer's class.
+    """Runs the `step` of an optimizer's class with gradients disabled, without the overhead of torch's decorator for
+    this.
     """
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
@@ -161,9 +148,7 @@ def step_tensor(
     """Runs one optimizer step on `values` in place. Returns their new optimizer state.
 
     Args:
-        options: the options of the step's param group.
         state: the optimizer state of `values`, changed in place. Empty before the first step.
-        gradient: the gradient, of the same shape as `values`.
     """
     parameter = values.detach()  # shares memory; the constructor of nn.Parameter would apply pending updates
     parameter.grad = gradient if type(optimizer) is not SparseAdam else _to_sparse(gradient)
@@ -179,17 +164,12 @@ def _to_sparse(gradient: Tensor) -> Tensor:
 
 
 def has_row_values(value: Any, rows: int) -> bool:
-    """Returns whether an entry of optimizer state has one value, or one row of values, for each row of the table."""
+    """Returns whether an entry of optimizer state has one value, or one row of values, for each of a table's rows."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows
 
 
 def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
-    """Copies the optimizer state of the rows `ids` (K,) of a table, and the step counters.
-
-    Args:
-        state: the state of the whole table.
-        rows: the number of rows of the table.
-    """
+    """Copies the rows `ids` (K,) of the state of a table with `rows` rows, and the step counters."""
     found: State = {}
     for key, value in state.items():  # inlined, because this runs several times per step
         if not isinstance(value, Tensor):
@@ -202,11 +182,7 @@ def read_state_rows(state: Mapping[str, Any], ids: Tensor, rows: int) -> State:
 
 
 def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
-    """Returns a table's optimizer state with copies of the step counters, because a step increments counters in place.
-
-    Args:
-        rows: the number of rows of the table.
-    """
+    """Returns a table's optimizer state with copies of the step counters, which a step increments in place."""
     counters = {
         key: value for key, value in state.items() if isinstance(value, Tensor) and not has_row_values(value, rows)
     }
@@ -214,12 +190,7 @@ def with_own_counters(state: Mapping[str, Any], rows: int) -> State:
 
 
 def write_state_rows(state: Mapping[str, Any], of_rows: Mapping[str, Any], ids: Tensor, rows: int) -> None:
-    """Writes the optimizer state of some rows back into the table's state, except the step counters.
-
-    Args:
-        of_rows: the state of the rows `ids`.
-        rows: the number of rows of the table.
-    """
+    """Writes the state `of_rows` of the rows `ids` back into the table's state, except the step counters."""
     for key, value in of_rows.items():
         whole = state.get(key)
         if isinstance(whole, Tensor) and whole.dim() > 0 and whole.shape[0] == rows:
@@ -233,15 +204,8 @@ _ELEMENTS = 1 << 17
 def step_rows(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> State:
-    """Runs one optimizer step on the rows `ids` (K,) of a shard, in place.
-
-    Args:
-        local: the shard (V', d).
-        state: the optimizer state of the shard. The step counters in it are not changed.
-        rows: the gradients (K, d) of the rows.
-
-    Returns:
-        The step counters after the step; empty if there are no rows.
+    """Runs one optimizer step on the rows `ids` (K,) of a shard `local` (V', d), with gradients `rows` (K, d), in
+    place. Does not change the step counters in `state`. Returns the counters after the step; {} if there are no rows.
     """
     total, size = local.shape[0], max(1, _ELEMENTS // max(1, local.shape[1]))
     after: State = {}
@@ -260,16 +224,7 @@ def step_rows(
 def step_rows_on_device(
     optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any], ids: Tensor, rows: Tensor
 ) -> bool:
-    """Runs one optimizer step on the rows `ids` (K,) of a shard, in place, with a CUDA kernel.
-
-    Args:
-        local: the shard (V', d).
-        state: the optimizer state of the shard.
-        rows: the gradients (K, d) of the rows.
-
-    Returns:
-        Whether a kernel supports the step. If not, nothing has changed.
-    """
+    """Runs the step of `step_rows` with a CUDA kernel. Returns False, and changes nothing, if no kernel supports it."""
     kind = type(optimizer)
     if not local.is_cuda or kind not in (SGD, Adagrad, Adam, AdamW, SparseAdam):
         return False
@@ -303,9 +258,7 @@ def _adam_step(optimizer_class: type[Optimizer], options: Mapping[str, Any], ste
 
 
 def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor, state: Mapping[str, Any]) -> State:
-    """Returns the step counters after an optimizer step that updates no rows of a shard (V', d). Changes nothing in
-    place.
-    """
+    """Returns the step counters after an optimizer step that updates no rows. Changes nothing in place."""
     none = torch.empty(0, dtype=torch.int64, device=local.device)
     of_none = read_state_rows(state, none, local.shape[0])
     after = step_tensor(optimizer, options, local[:0].clone(), local[:0].clone(), of_none)

@@ -1,9 +1,9 @@
 """Parameters with pending updates: the first access between calls, steps and backwards applies the updates.
 
 Contract
-    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, and the storage of a shard
-    has a callback. Both apply all pending updates before any access to the values. Reading a shape, a dtype or `.grad`
-    applies nothing. `optimizer.state` is guarded in the same way. During a step, the callback does nothing.
+    Outside of `closed()` blocks, a dense parameter has a class with `__torch_function__`, the storage of a shard has a
+    callback, and `optimizer.state` is replaced. Each applies all pending updates before any access to the values.
+    Reading a shape, a dtype or `.grad` applies nothing. During a step, nothing is guarded.
     A tensor that shares a parameter's memory (`.data`, `detach()`, a view, a NumPy array) bypasses these guards. If one
     exists, or if a user holds a tensor of the optimizer's state, an update is applied at once instead of deferred.
     Access through a stored `data_ptr()` cannot be detected.
@@ -95,7 +95,6 @@ class PendingParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        """Sets the gradient, as of a plain parameter, without applying the pending update."""
         kind = type(self)
         with kind.lock:
             known, self.__class__ = type(self), kind.plain  # type: ignore[assignment]  # another thread may have applied it
@@ -106,7 +105,6 @@ class PendingParameter(nn.Parameter):
 
     @grad.deleter
     def grad(self) -> None:
-        """Clears the gradient without applying the pending update."""
         self.grad = None
 
     def as_subclass(self, cls: Any) -> Any:
@@ -121,13 +119,11 @@ class PendingParameter(nn.Parameter):
 
 
 class UpdateGroup:
-    """Parameters whose pending optimizer updates are applied together. While the parameters are armed, the first access
-    to any of them applies the updates.
+    """Parameters whose pending updates are applied together, by the first access to any of them while they are armed.
 
     Args:
         parameters: function that yields the parameters whose updates may be pending.
         apply: function that applies all pending updates.
-        lock: the model's lock.
         own: function that yields the model's own tensors that share memory with parameters.
 
     Attributes:
@@ -159,9 +155,7 @@ class UpdateGroup:
         self._opener = 0  # the id of the training thread, whose access applies updates
 
     def open(self) -> None:
-        """Arms the parameters: the next access to any of them applies their updates. Applies the updates now if other
-        tensors share the parameters' memory.
-        """
+        """Arms the parameters, or applies their updates now if other tensors share their memory."""
         self.stale = False
         parameters = list(self._parameters())
         if parameters and (memory_is_shared(parameters, self._own()) or _any_held_by_torch(parameters)):
@@ -195,15 +189,13 @@ class UpdateGroup:
             self._applies = False
 
     def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
-        """Returns the class that a parameter of class `plain` has while its updates are pending: a subclass of `plain`
-        and of `PendingParameter`. Creates the class at the first call.
-        """
+        """Returns the subclass of `plain` and `PendingParameter` for parameters with pending updates."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
         its_own = {"plain": plain, "updates": self, "lock": self._lock, "__module__": __name__}
         return self._kinds.setdefault(plain, type(PendingParameter.__name__, bases, its_own))
 
     def close(self) -> None:
-        """Disarms the parameters: accesses to them no longer apply updates."""
+        """Disarms the parameters."""
         with self._lock:
             if self.dense:
                 self.disarm_dense()
@@ -223,7 +215,7 @@ class UpdateGroup:
         self.is_open = bool(self._held or self.dense)
 
     def disarm_dense(self) -> None:
-        """Disarms the parameters that are not table shards, until they are armed again. The caller holds the lock."""
+        """Disarms the parameters that are not table shards. The caller holds the lock."""
         self.stale = True
         for parameter in self.dense:
             if issubclass(kind := type(parameter), PendingParameter):  # isinstance() would call the metaclass
@@ -251,8 +243,7 @@ class UpdateGroup:
 
 
 class PendingUpdates:
-    """All pending optimizer updates of a model. While parameters are armed, the first access to them or to an
-    optimizer's state applies the updates.
+    """All pending optimizer updates of a model.
 
     Attributes:
         lock: held while updates are applied, and while parameters are armed or disarmed.
@@ -270,16 +261,13 @@ class PendingUpdates:
         self.inside = 0
 
     def watch(self, kinds: tuple[UpdateGroup, ...], optimizers: Callable[[], Iterable[Optimizer]]) -> None:
-        """Sets the groups of parameters, and a function that returns the optimizers. While updates are pending,
-        accesses to these parameters and to the states of these optimizers apply them.
-        """
+        """Sets the groups of parameters, and a function that returns the optimizers whose states are guarded too."""
         self.kinds, self._optimizers = kinds, optimizers
         for kind in kinds:
             kind.states_aside = self._with_plain_states
 
     def closed(self, *, grows: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which accesses to parameters apply no updates, for code that applies pending updates
-        itself.
+        """Returns a context in which accesses to parameters apply no updates, for code that applies them itself.
 
         Args:
             grows: whether updates may become pending in the context.
@@ -287,7 +275,7 @@ class PendingUpdates:
         return _ClosedContext(self, grows)
 
     def close(self) -> None:
-        """Disarms all parameters and optimizer states: accesses to them apply no updates until the next `open`."""
+        """Disarms all parameters and optimizer states until the next `open`."""
         with self.lock:
             if self.states:
                 self.restore_states()
@@ -310,9 +298,7 @@ class PendingUpdates:
             self.states = [each for each in self.states if each.optimizer is not optimizer]
 
     def open(self) -> None:
-        """Arms all parameters and optimizer states: the next access to them applies the pending updates. If a
-        `closed()` context is active, arms them only when the context ends.
-        """
+        """Arms all parameters and optimizer states, or leaves this to the end of the active `closed()` contexts."""
         with self.lock:
             for kind in self.kinds:
                 kind.stale = True
@@ -320,9 +306,7 @@ class PendingUpdates:
                 self.rearm_stale()
 
     def rearm_stale(self) -> None:
-        """Arms the groups of parameters that may have new pending updates: the next access to them applies the updates.
-        The caller must hold the lock.
-        """
+        """Arms the groups of parameters that may have new pending updates. The caller holds the lock."""
         if self.states:
             self.restore_states()
         grown = is_open = False
@@ -342,9 +326,7 @@ class PendingUpdates:
             self._replace_states()
 
     def _replace_states(self) -> None:
-        """Replaces the states of optimizers that have stepped by `PendingState` objects, which apply updates when
-        read.
-        """
+        """Guards the states of optimizers that have stepped by `PendingState` objects."""
         for optimizer in self._stepped:
             self.states.append(PendingState(optimizer, self.apply))
 
@@ -356,8 +338,8 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _with_plain_states(self) -> Iterator[None]:
-        """Opens a context in which optimizers have their own states. When the context ends, `PendingState` objects
-        replace the states again if updates are still pending.
+        """Opens a context in which optimizers have their own states. Guards them again at its end if updates are
+        pending.
         """
         self.restore_states()
         try:
@@ -375,8 +357,6 @@ class PendingUpdates:
 
 
 class _ClosedContext(contextlib.AbstractContextManager[None]):
-    """The context manager that `PendingUpdates.closed` returns."""
-
     def __init__(self, updates: PendingUpdates, grows: bool) -> None:
         self._updates, self._grows = updates, grows
 
@@ -403,11 +383,7 @@ class _ClosedContext(contextlib.AbstractContextManager[None]):
 
 
 def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -> bool:
-    """Returns whether other tensors or processes may access the memory of these parameters.
-
-    Args:
-        own: the model's own tensors that share the memory, which do not count.
-    """
+    """Returns whether tensors other than the model's `own`, or processes, may access the memory of these parameters."""
     counts: dict[int, int] = {}
     holders: dict[int, int] = {}
     nobodys: Any = torch.empty(0, device="cpu")
@@ -427,8 +403,8 @@ def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Returns whether C++ code of torch, such as a TorchScript module, refers to a parameter. Such code reads the
-    parameter without calling its Python class.
+    """Returns whether C++ code of torch, such as a TorchScript module, refers to a parameter, and may read it
+    unnoticed.
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
@@ -488,7 +464,7 @@ def apply_pending(*values: Any) -> None:
 
 
 def _pending_in(value: Any) -> Iterator[PendingParameter]:
-    """Yields the parameters with pending updates in a value, also in nested lists, tuples and dicts."""
+    """Yields the parameters with pending updates in a value."""
     if isinstance(value, PendingParameter):
         yield value
     elif isinstance(value, list | tuple):

@@ -29,11 +29,8 @@ _LOOKS = (
 
 
 class PendingState(defaultdict[Any, Any]):
-    """Stands in for `optimizer.state` while updates are pending. The first read applies the updates.
-
-    Args:
-        optimizer: the optimizer.
-        apply: function that applies the pending updates.
+    """Stands in for `optimizer.state` while updates are pending. The first read calls `apply`, which applies the
+    updates.
     """
 
     def __init__(self, optimizer: Optimizer, apply: Callable[[], None]) -> None:
@@ -50,7 +47,7 @@ class PendingState(defaultdict[Any, Any]):
 
     def restore(self) -> None:
         """Puts the optimizer's own state back. If the user has assigned another state, applies the updates and keeps
-        the assigned state.
+        that one.
         """
         if self.optimizer.state is self:
             self.optimizer.state = self.real

@@ -36,9 +36,7 @@ def set_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> Non
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, sharded: Mapping[str, torch.Size]) -> Iterator[None]:
     """Opens a context in which shards and meta parameters are replaced by whole fake tensors, to capture the model's
-    graph.
-
-    A capture reads no values, and a whole table may exceed the memory.
+    graph: a capture reads no values, and a whole table may exceed the memory.
 
     Args:
         sharded: name of each sharded table -> the shape of the whole table.
@@ -68,10 +66,8 @@ def shard_parameter(
     grid: Grid | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Layout:
-    """Turns a parameter into this rank's shard of rank 0's values, in place. Returns its layout: which rows and columns
-    each rank has. Collective.
-
-    A single process keeps the whole table.
+    """Turns a parameter into this rank's shard of rank 0's values, in place. A single process keeps the whole table.
+    Returns the table's layout. Collective.
 
     Args:
         shape: the shape (V, D) of the whole table.
@@ -105,11 +101,8 @@ def unshard_parameter(table: Member, optimizers: Sequence[Optimizer]) -> None:
 def broadcast_state(
     model: nn.Module, except_for: Collection[str], communicator: Communicator, *, buffers: bool = True, source: int = 0
 ) -> None:
-    """Broadcasts the replicated parameters and buffers of rank `source` to all ranks. Collective.
-
-    Args:
-        except_for: names of parameters and buffers that are not replicated.
-        buffers: whether to broadcast buffers too.
+    """Broadcasts the parameters, and with `buffers` the buffers, of rank `source` to all ranks, except those whose
+    names are in `except_for`. Collective.
     """
     named = [*model.named_parameters(), *(model.named_buffers() if buffers else ())]
     communicator.broadcast([tensor.detach() for name, tensor in named if name not in except_for], source)
@@ -133,11 +126,8 @@ def initialize_meta(
         optimizers: the optimizers, whose state on the meta device is allocated too.
         leave: parameters to leave on the meta device.
 
-    Returns:
-        The device mesh of each table that was sharded, by the table's name.
-
-    Raises:
-        ValueError: a module has meta parameters and no `reset_parameters`.
+    Returns the device mesh of each table that was sharded, by name. Raises `ValueError` if a module has meta parameters
+    and no `reset_parameters`.
     """
     made: dict[str, DeviceMesh] = {}
     if not any(t.is_meta for t in (*model.parameters(), *model.buffers())):
@@ -171,12 +161,7 @@ def initialize_meta(
 
 
 def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
-    """Allocates a module's meta parameters and buffers, and calls its `reset_parameters` to initialize them.
-
-    Args:
-        own: the module's parameters on the meta device, by name.
-        optimizers: the optimizers whose state on the meta device is allocated too.
-    """
+    """Allocates a module's meta parameters `own` and its buffers, and initializes them by its `reset_parameters`."""
     for parameter in own.values():
         _set_values(optimizers, parameter, torch.empty_like(parameter, device=torch.get_default_device()))
     for key, buffer in module._buffers.items():
@@ -186,13 +171,8 @@ def _initialize_module(module: nn.Module, own: Mapping[str, nn.Parameter], optim
 
 
 def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Initializes this rank's shard of a table. Calls the module's `reset_parameters` for one block of rows at a time,
-    and copies this rank's elements of the block into the shard.
-
-    Args:
-        key: the table's name in the module.
-        optimizers: the optimizers whose state of the table is allocated too.
-        mesh: the device mesh over which the table is sharded.
+    """Initializes this rank's shard of the table `key` of a module. Calls the module's `reset_parameters` for one block
+    of rows at a time, and copies this rank's elements of the block into the shard.
     """
     whole = module._parameters[key]
     assert whole is not None
@@ -222,11 +202,8 @@ def _initialize_shard(module: nn.Module, key: str, optimizers: Sequence[Optimize
 
 
 def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values: Tensor) -> None:
-    """Replaces a meta parameter by real values in place. If optimizers have already created state for the parameter on
-    the meta device, allocates this state too.
-
-    Raises:
-        ValueError: an optimizer other than Adagrad has created state before its first step.
+    """Replaces a meta parameter by real values in place. Also allocates state that optimizers have already created for
+    it on the meta device; raises `ValueError` for an optimizer other than Adagrad.
     """
     torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
     for optimizer in optimizers:
@@ -246,8 +223,8 @@ def _set_values(optimizers: Sequence[Optimizer], parameter: nn.Parameter, values
 
 
 def _row_blocks(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Divides a table into blocks of rows, such that drawing random numbers block by block gives the same values as for
-    the whole table. Returns (first row, last row + 1) of each block.
+    """Divides a table into blocks (first row, last row + 1), such that drawing random numbers block by block gives the
+    same values as for the whole table.
 
     Torch's CPU generators draw 16 numbers at a time, so each block has a multiple of 16 elements, and the last one at
     least 16.

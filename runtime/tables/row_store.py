@@ -5,7 +5,7 @@ Contract
     In memory that several tables share, the parameter and the state of each table are views. If a checkpoint or
     `Module.to` replaces them, the next use notices it and copies the new values. No use costs a Python call per table.
 
-Shape legend: V' rows of this rank's part, d columns of it; S rows in the store's memory; K rows; T tables.
+Shape legend: V' rows of this rank's part, d columns of it; S rows in the store's memory; K rows.
 """
 
 from __future__ import annotations
@@ -60,30 +60,22 @@ class RowStore:
         return parameter.held.stored() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the positions (K,) of the rows `ids` in `local` and `state`, valid until the next call.
-
-        Args:
-            to_write: whether the caller will write the rows.
+        """Returns the places (K,) of the rows `ids`, which the caller may write if `to_write`. Valid until the next
+        call.
         """
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the positions (K,) of the rows `ids` in `local`, for a lookup in a forward.
-
-        Args:
-            to_write: whether the caller will apply deferred steps to the rows.
-        """
+        """Returns the places (K,) of the rows `ids` for a forward, which applies deferred steps if `to_write`."""
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids`, which are row ids on the host, include all of `ids` (K,), which are on the device.
-        Does nothing here, because the host needs the ids only of tables larger than memory.
+        """Records that `host_ids`, on the host, include all of `ids` (K,), on the device. Only tables larger than
+        memory need this.
         """
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, which are row ids on the host, include all of `ids` (K,), which are on the device. Does
-        nothing here, because the host needs the ids only of tables larger than memory.
-        """
+        """Records that `rows`, on the host, are the rows that `ids` (K,), on the device, will look up."""
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -104,11 +96,7 @@ class RowStore:
         write_state(self.member.optimizer_of_members, self.member.parameter, state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds those entries of an initial optimizer state that the table's state lacks.
-
-        Args:
-            first: the optimizer state before the first step.
-        """
+        """Adds those entries of an initial optimizer state that the table's state lacks."""
         known = self.entries
         self.keep({key: value for key, value in first.items() if known.get(key) is None})
 
@@ -118,10 +106,9 @@ class RowStore:
         return self.local.nbytes, sum(value.nbytes for value in state if isinstance(value, Tensor))
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns one store for the rows of several tables.
+        """Returns one store for the rows of several tables, of which this store's is the first.
 
         Args:
-            members: the tables. The first one is the table of this store.
             bounds: the first row of each table, and the total number of rows.
         """
         return JoinedRows(members, bounds)
@@ -147,24 +134,20 @@ class JoinedRows(RowStore):
         return self.joined[0]
 
     def _use_joined_memory(self, k: int, view: Tensor) -> None:
-        """Makes `view`, a view of the matrix of all tables' rows, the shard of table k."""
+        """Makes `view`, a view of the joint matrix, the shard of table k."""
         parameter = self._members[k].parameter
         assert isinstance(parameter, TableShard)
         parameter.held.replace(view)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The optimizer state of all rows: for each entry one tensor of all rows, and the first table's step
-        counters.
-        """
+        """The optimizer state of all rows, with the first table's step counters."""
         return self._state.current()
 
     def has_uniform_state(self) -> bool:
-        """Returns whether all tables have the same state entries and equal step counters."""
         return self._state.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
-        """Stores optimizer state of all rows, which a step has changed, in the tables' separate states."""
         of_rows = {key: value for key, value in state.items() if has_row_values(value, self._bounds[-1])}
         if of_rows:
             self._state.store_rows(of_rows)
@@ -174,13 +157,8 @@ class JoinedRows(RowStore):
 def _join_rows(
     bounds: Sequence[int], parts: Sequence[Tensor], set_view: Callable[[int, Tensor], None]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Copies several tables' rows into one tensor (V', d). Returns that tensor, and for each table the view of its
-    rows.
-
-    Args:
-        bounds: the first row of each table, and the end of the last one.
-        parts: the rows of each table.
-        set_view: called with each table's index and its view.
+    """Copies several tables' rows into one tensor (V', d). Returns it, and each table's view of it, which it passes to
+    `set_view` with the table's index.
     """
     found = parts[0].new_empty((bounds[-1], *parts[0].shape[1:]))
     views = [found[first:last] for first, last in pairwise(bounds)]
@@ -192,9 +170,8 @@ def _join_rows(
 class JoinedState:
     """The optimizer state of several tables, as one tensor per entry for the rows of all tables.
 
-    The joined state is cached until a table's memory is replaced or other code writes a step counter, so that a lookup
-    needs no call per table. The cache holds no reference to parts of the state: such a reference would look like a
-    user's.
+    The joined state is cached until a table's memory is replaced or other code writes a step counter. The cache holds
+    no reference to parts of the state: such a reference would look like a user's.
     """
 
     def __init__(self, members: Sequence[Member], bounds: Sequence[int]) -> None:
@@ -226,9 +203,7 @@ class JoinedState:
         return [read_state(member.optimizer_of_members, member.parameter) for member in self._members]
 
     def _join(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Joins the tables' optimizer states, and caches the result: each table's entries with a value per row become
-        views of one tensor.
-        """
+        """Joins the tables' optimizer states, whose entries become views, and caches the result."""
         joined, rows, known = dict(states[0]), self._bounds[1], self._of_rows
         self._of_rows = {}
         for key in [key for key, value in joined.items() if has_row_values(value, rows)]:
@@ -245,7 +220,7 @@ class JoinedState:
         self._record_versions()
 
     def _use_joined_memory(self, key: str, k: int, view: Tensor) -> None:
-        """Makes `view`, a view of one tensor of all tables' rows, the state entry `key` of table k."""
+        """Makes `view`, a view of the joint tensor, the state entry `key` of table k."""
         write_state(self._members[k].optimizer_of_members, self._members[k].parameter, {key: view})
 
     def _record_versions(self) -> None:
@@ -255,7 +230,7 @@ class JoinedState:
         self._versions = {key: [*map(_VERSION, values)] for key, values in counted.items()}
 
     def _is_current(self) -> bool:
-        """Returns whether the joined state is still valid: the memory is the same, and no counter was written."""
+        """Returns whether the memory is the same, and no counter was written."""
         optimizer = self._members[0].optimizer
         if not self._kept or optimizer is None:
             return False
@@ -279,8 +254,8 @@ class JoinedState:
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def store_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Stores state entries with a value per row in the tables' separate states. Skips entries that a step has
-        changed in place.
+        """Stores entries with a value per row in the tables' separate states, except those that a step has changed in
+        place.
         """
         for key, value in state.items():
             if value is not self._joined.get(key):

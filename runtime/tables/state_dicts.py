@@ -1,8 +1,7 @@
 """Creates, loads and gathers state dicts in which sharded tables are shards by columns.
 
 `torch.distributed.checkpoint` saves and loads parts. It gets DTensors where it gathers or splits tables itself.
-Pickling a part raises, because the file would hold only one rank's columns. `gather_state_dict` returns a state dict
-that one rank can write.
+Pickling a part raises, because the file would hold only one rank's columns.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: s
 
 
 def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` if a state dict has none of the module's names, so that nothing would be loaded.
-
-    Args:
-        prefix: the prefix of the module's names in the state dict.
+    """Raises `RuntimeError` if a state dict has no name of the module, with this prefix, so that nothing would be
+    loaded.
     """
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = dict.fromkeys(prefix + name for name, _ in named)
@@ -56,12 +53,8 @@ def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -
 
 
 def to_state_dict_form(part: TableShard) -> Tensor:
-    """Converts a shard to its form in a state dict: sharded by columns. A table that is sharded by rows and columns is
-    copied, which is collective.
-
-    Returns:
-        A DTensor if `torch.distributed.checkpoint` will gather it or replace it by a loaded whole tensor, otherwise a
-            `TableShard`.
+    """Returns a shard as a state dict contains it: sharded by columns, as a DTensor if `torch.distributed.checkpoint`
+    will gather it or replace it by a loaded whole tensor. A table sharded by rows and columns is copied: collective.
     """
     if part.spread.is_alone:
         return part
@@ -99,10 +92,8 @@ def convert_state_dict(
     *,
     prefix: str = "",
 ) -> None:
-    """Converts a state dict in place to the layouts of the model that loads it.
-
-    Values of sharded tables become this rank's shards. Shards of tables that this model does not shard are gathered.
-    Collective if shards are gathered, or if they are sharded in another layout than the model's.
+    """Converts a state dict in place to the layouts of the model that loads it: values of sharded tables become this
+    rank's shards, and other shards are gathered. Collective if ranks must exchange shards.
 
     Args:
         layouts: the layouts of sharded tables, by all of their names.
@@ -122,16 +113,14 @@ def convert_state_dict(
 
 
 def check_in_memory(value: Any) -> None:
-    """Raises `RuntimeError` on every rank if the value is a table larger than memory, which cannot be gathered."""
+    """Raises `RuntimeError` on every rank if the value is a table larger than memory."""
     if isinstance(value, TableShard) and value.held.is_elsewhere:
         value.held.dense()
 
 
 def gather_state_dict(state: Any) -> Any:
-    """Returns a nested state dict with each sharded table gathered as a plain tensor, on every rank. Collective.
-
-    Other values stay the same objects. Tables are gathered in the order of their keys as text, because ranks may have
-    inserted them in different orders.
+    """Returns a nested state dict with each sharded table gathered as a plain tensor, on every rank, in the order of
+    their keys as text, because ranks may have inserted them in different orders. Collective.
     """
     if isinstance(state, TableShard | DTensor):
         return gather_whole(state.detach())

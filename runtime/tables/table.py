@@ -46,13 +46,10 @@ class Table:
     """The rows of one or more parameters (its members), which are exchanged, looked up and updated as one matrix.
 
     Args:
-        name: the name of the table, or of the joined table.
         members: for each parameter, the table that stores only it, in the order of rows.
         bounds: the first row of each member, and the number of rows.
-        store: where the rows are kept.
 
     Attributes:
-        shape: (V, D).
         history: the deferred optimizer steps of the rows.
         gradient: the `.grad` of all member parameters.
     """
@@ -88,7 +85,7 @@ class Table:
     def add_gradient(
         self, ids: Tensor, rows: Tensor, without_gradient: Collection[str] = (), *, unreduced: bool = False
     ) -> None:
-        """Adds a gradient with unique ids (K,) and rows (K, d) to the `.grad` of all member parameters, except those in
+        """Adds a gradient with unique ids (K,) and rows (K, d) to the `.grad` of all members, except
         `without_gradient`.
 
         Args:
@@ -104,22 +101,15 @@ class Table:
         return set(map(_GRAD, self.members)) != {None} and any(member.held is not None for member in self.members)
 
     def join_gradients(self, parts: Sequence[Rows]) -> Rows:
-        """Concatenates gradients, one for each parameter in this table, and converts their ids to row numbers of this
-        table.
-
-        Args:
-            parts: for each parameter, the ids (K,) and rows (K, d) of its gradient.
-        """
+        """Concatenates gradients (ids (K,), rows (K, d)), one per member, with ids as row numbers of this table."""
         ids = torch.cat([ids + first for (ids, _), first in zip(parts, self._bounds, strict=False)])
         return ids, torch.cat([rows for _, rows in parts])
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the rows `ids` (K, d) for a forward, after applying the optimizer steps that they have deferred.
-
-        Args:
-            dtype: the dtype of the result, or None for the table's dtype.
+        """Returns the rows `ids` (K, d), as `dtype` if given, after applying the optimizer steps that they have
+        deferred.
         """
         if self.gradient.holds and self.members[0].parameter.grad is None:
             self.gradient.free_dropped()
@@ -158,19 +148,15 @@ class Table:
 
     @property
     def rule(self) -> type[SparseUpdate]:
-        """The class that applies the next optimizer step, for the optimizer's current options."""
+        """The class that applies the next optimizer step."""
         return self.members[0].rule
 
     def can_defer(self) -> bool:
-        """Returns whether an optimizer update can wait for the next forward, which then applies it only to the rows
-        that it reads.
-        """
+        """Returns whether an update can wait for the next forward, which applies it only to the rows that it reads."""
         return self.can_update_jointly() and can_step_rows(self.param_group())
 
     def can_update_jointly(self) -> bool:
-        """Returns whether one update of all rows gives the same result as the optimizer's separate updates of the
-        parameters.
-        """
+        """Returns whether one update of all rows gives the same result as separate updates of the parameters."""
         return self._has_one_group() and self.store.has_uniform_state()
 
     def _has_one_group(self) -> bool:
@@ -182,14 +168,12 @@ class Table:
         return set(map(id, params)).issuperset(map(id, map(_PARAMETER, self.members)))
 
     def steps_by(self, optimizer: Optimizer | None, options: Options) -> bool:
-        """Returns whether this optimizer updates all parameters in this table, and currently with these options."""
+        """Returns whether this optimizer updates all parameters in this table, currently with these options."""
         members = self.members[:1] if self._has_one_group() else self.members
         return all(member.steps_by(optimizer, options) for member in members)
 
     def begin_step(self) -> SparseUpdate:
-        """Begins an optimizer step on all rows, with the optimizer's current options. Returns the object that applies
-        the step. Requires that `can_update_jointly()` is true.
-        """
+        """Begins an optimizer step on all rows, if `can_update_jointly()`. Returns the object that applies it."""
         rule = self.rule
         if rule is not DeferredUpdate:
             self.flush()
@@ -204,12 +188,9 @@ class Table:
         return rule(self)
 
     def predict_rows(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Options | None]:
-        """Predicts the values of the rows `ids` (K,) after an optimizer step without gradients, from their values
-        `rows` (K, d).
-
-        Returns:
-            (predicted rows (K, d), options of the step), or (`rows`, None) if the step does not change the rows or
-                cannot be predicted.
+        """Predicts the rows `ids` (K,) after an optimizer step without gradients, from their values `rows` (K, d).
+        Returns (predicted rows, options of the step), or (`rows`, None) if the step cannot be predicted or does not
+        change them.
         """
         # Run a trial step only for classes of optimizers whose step is known to have no side effects.
         if (
@@ -225,13 +206,8 @@ class Table:
 
 
 def _split_by_member(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
-    """Splits a gradient of a joined table by the parameters in the table. Returns, for each parameter, the ids in this
-    parameter and their rows.
-
-    Args:
-        bounds: the first row of each parameter in the joined table, and the number of rows.
-        ids: (K,) sorted row numbers in the joined table.
-        rows: (K, d), the rows of the gradient.
+    """Splits a gradient of a joined table, with sorted ids (K,) and rows (K, d), by member. Returns the ids in each
+    member, and their rows.
     """
     if len(bounds) == 2:
         return [(ids, rows)]

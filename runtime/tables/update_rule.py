@@ -47,11 +47,7 @@ Options = Mapping[str, Any]
 
 
 class SparseUpdate:
-    """Applies one optimizer step to a table. Changes only the rows that have a gradient.
-
-    Args:
-        table: the table, whose current options the step uses.
-    """
+    """Applies one optimizer step to a table. Changes only the rows that have a gradient."""
 
     moves_all = False
     """Whether rows without a gradient change, too."""
@@ -68,8 +64,8 @@ class SparseUpdate:
         self._awaited: tuple[Rows, Callable[[], Tensor]] | None = None
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates rows with sorted, unique ids (K,) by their gradients (K, d). A step may call this several times, for
-        different rows.
+        """Updates rows with sorted, unique ids (K,) by their gradients (K, d). A step may call this for several sets of
+        rows.
         """
         is_whole = type(self.optimizer) is not RowWiseAdagrad or rows.shape[1] == self.table.shape[1]
         assert is_whole, "the squares of a shard's rows must be summed over ranks first"
@@ -79,11 +75,8 @@ class SparseUpdate:
             self._counted = step_rows(self.optimizer, self._of_some, local, state, ids, rows) or self._counted
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Ends the step: updates the remaining rows with a gradient. Subclasses then update the rows without a
-        gradient.
-
-        Args:
-            parts: pairs of ids (K,) and gradients (K, d) of the remaining rows.
+        """Ends the step: updates the remaining rows with gradients, given as ids (K,) and gradients (K, d). Subclasses
+        then update the rows without one.
         """
         if self._awaited is not None:
             (ids, rows), squares = self._awaited
@@ -96,12 +89,8 @@ class SparseUpdate:
         self._advance_counters()
 
     def add_for_finish(self, rows: Rows, squares: Callable[[], Tensor]) -> None:
-        """Adds rows for `finish` to update. RowWiseAdagrad uses this, because it needs the squares of all columns of a
-        row's gradient.
-
-        Args:
-            rows: the ids (K,) and gradients (K, d) of the rows.
-            squares: function that waits for, and returns, the sums (K,) of squares of the gradients over all columns.
+        """Adds ids (K,) and gradients (K, d) of rows for `finish` to update. RowWiseAdagrad uses this, because it needs
+        the sums (K,) of squares over all columns, for which `squares` waits.
         """
         self._awaited = rows, squares
 
@@ -126,16 +115,11 @@ class DenseUpdate(SparseUpdate):
         self._applied: list[Tensor] = []  # the ids that `apply` has updated in this step
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates the rows `ids` (K,) by their gradients `rows` (K, d) early. `finish` then updates all other rows."""
         step_rows(self.optimizer, self.options, self.table.store.local, self.table.store.state, ids, rows)
         self._applied.append(ids)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates all rows that `apply` has not updated, in one dense step.
-
-        Args:
-            parts: pairs of ids (K,) and gradients (K, d). All other rows get a gradient of zeros.
-        """
+        """Updates all rows that `apply` has not updated, in one dense step. Rows in no part get a gradient of zeros."""
         store = self.table.store
         local, state = store.local, store.state
         total, gradient = local.shape[0], torch.zeros_like(local)
@@ -161,9 +145,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.begin(self.optimizer, self.options)
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates the rows `ids` (K,): applies the steps that they have deferred, then this step with gradients `rows`
-        (K, d).
-        """
+        """Applies the steps that the rows `ids` (K,) have deferred, then this step with gradients `rows` (K, d)."""
         places, store = self.table.places(ids, to_write=True), self.table.store
         local, state = store.local, store.state
         self._history.apply_open(places, local, state)
@@ -171,11 +153,7 @@ class DeferredUpdate(SparseUpdate):
         self._history.record_applied(places)
 
     def finish(self, parts: Sequence[Rows]) -> None:
-        """Updates the remaining rows that have a gradient, and records the step as deferred for all rows without one.
-
-        Args:
-            parts: pairs of ids (K,) and gradients (K, d) of the remaining rows.
-        """
+        """Updates the remaining rows with gradients, and records the step as deferred for all other rows."""
         for ids, rows in parts:
             self.apply(ids, rows)
         self._history.record(self.options)
@@ -189,16 +167,9 @@ class DeferredUpdate(SparseUpdate):
 def dense_update_policy(
     optimizer_class: type[Optimizer], options: Options, row_updates: RowUpdates, dtype: torch.dtype
 ) -> DenseUpdatePolicy:
-    """Returns how an optimizer with these options updates rows that have no gradient.
-
-    Args:
-        row_updates: the user's option `row_updates`, which says when these rows are updated.
-        dtype: the dtype of the table.
-
-    Returns:
-        "" if the optimizer's formula does not change these rows, "lazy" if the user or the optimizer chooses not to
-            update them, "sweep" if they must be updated in each step, "either" if their updates may also be deferred
-            until the rows are next read.
+    """Returns how an optimizer with these options updates rows without a gradient: "" if its formula does not change
+    them, "lazy" if the user (by `row_updates`) or the optimizer chooses not to, "sweep" if they must be updated in each
+    step, "either" if their updates may also be deferred until the rows are next read.
     """
     if optimizer_class in (SparseAdam, RowWiseAdagrad):
         return "lazy" if optimizer_class is SparseAdam else ""
@@ -211,8 +182,8 @@ def dense_update_policy(
 
 
 def can_step_rows(options: Options) -> bool:
-    """Returns whether an optimizer step with these options can update single rows. It cannot if it is differentiable or
-    capturable, or if it dampens momentum.
+    """Returns whether a step with these options can update single rows: not if it is differentiable or capturable, or
+    dampens momentum.
     """
     lr = options["lr"]
     if options.get("differentiable") or options.get("capturable") or (isinstance(lr, Tensor) and lr.requires_grad):

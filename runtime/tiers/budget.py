@@ -3,6 +3,8 @@
 Besides the slots, only fixed buffers hold records. With slots in 32 parts, three parts may wait to be written, two be
 read by two threads, one be initialized, two apply deferred steps, and one stay with the allocator. On a device, four
 parts may wait to be written, and a twelfth of the slots may be arriving.
+
+In all functions, `columns` maps the name of each column of a row (weights or optimizer state) to its format.
 """
 
 from __future__ import annotations
@@ -32,54 +34,33 @@ def transfer_rows(slots: int) -> int:
 
 
 def row_bytes(rows: int, columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory that bookkeeping needs for each row of a table, whether or not the row is in memory.
-
-    Args:
-        rows: the number of rows of the table.
-        columns: name -> column (weights or optimizer state) of a row.
-    """
+    """Returns the bytes of bookkeeping for each of a table's `rows` rows, whether or not it is in memory."""
     return PLACE_BYTES + NUMBER_BYTES / block_size(Records(columns).nbytes, rows)
 
 
 def slot_bytes(columns: Mapping[str, Column]) -> float:
-    """Returns the bytes of memory for each row that is in memory, including its share of transfer buffers.
-
-    Args:
-        columns: name -> column (weights or optimizer state) of a row.
-    """
+    """Returns the bytes of memory for each row that is in memory, including its share of transfer buffers."""
     of_columns = sum(column.nbytes for column in columns.values())
     return of_columns + SLOT_BYTES + Records(columns).nbytes * (LEAVING + OTHERS) / _PARTS
 
 
 def fixed_bytes(columns: Mapping[str, Column]) -> int:
-    """Returns the bytes of memory that a table larger than memory needs for transfer buffers, independent of the number
-    of rows in memory.
-
-    Args:
-        columns: name -> column (weights or optimizer state) of a row.
-    """
+    """Returns the bytes of transfer buffers that do not depend on the number of rows in memory."""
     return Records(columns).nbytes * (LEAVING + OTHERS) * _FEWEST + 128
 
 
 def memory_bytes(rows: int, slots: int, columns: Mapping[str, Column]) -> int:
-    """Returns the maximum bytes of memory that a table needs.
-
-    Args:
-        rows: the number of rows of the table.
-        slots: the number of these rows that are in memory.
-        columns: name -> column (weights or optimizer state) of a row.
-    """
+    """Returns the maximum bytes of memory that a table of `rows` rows needs, of which `slots` are in memory."""
     return ceil(rows * row_bytes(rows, columns) + slots * slot_bytes(columns)) + fixed_bytes(columns)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """The memory limit of one table that is larger than memory, and the columns of its rows.
+    """The memory limit of one table that is larger than memory, and the columns of its rows on this rank.
 
     Attributes:
         memory: bytes of memory for the table's rows; if below 1, the share of the rows to keep in memory.
         whole: the limit that the user gave, which several tables may share.
-        columns: name -> column (weights or optimizer state) of a row on this rank.
     """
 
     memory: float
@@ -87,10 +68,8 @@ class Tier:
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
-        """Returns how many of the table's `rows` rows the memory limit allows in memory.
-
-        Raises:
-            ValueError: the limit allows none.
+        """Returns how many of the table's `rows` rows the limit allows in memory. Raises `ValueError` if it allows
+        none.
         """
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
@@ -105,9 +84,7 @@ class Tier:
         return min(rows, found)
 
     def table_memory_text(self, slots: int, rows: int) -> str:
-        """Returns, as text, the value of the option `table_memory` that would keep `slots` of the table's `rows` rows
-        in memory.
-        """
+        """Returns the value of the option `table_memory` that would keep `slots` of the table's `rows` rows."""
         if self.memory < 1:
             return f"{ceil(slots / rows * 1e4) / 1e4:g}"
         return f"{ceil(memory_bytes(rows, slots, self.columns) * self.whole / self.memory):,} bytes"
@@ -115,11 +92,9 @@ class Tier:
     def row_memory(
         self, table: str, rows: int, at_once: int, draws: Draws, storage: tuple[StorageTier, ...]
     ) -> RowMemory:
-        """Predicts how many of the table's rows each step reads from storage and writes back.
+        """Predicts how many of the table's `rows` rows each step reads from storage and writes back.
 
         Args:
-            table: the table's name.
-            rows: the number of rows of the table.
             at_once: how many rows all ranks together read in a step.
             draws: how often each row is looked up.
             storage: the storage tiers for rows that are not in memory, fastest first.

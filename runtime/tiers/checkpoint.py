@@ -42,10 +42,8 @@ REST = "checkpoint.pt"
 def save(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Saves a model and its optimizers into a folder. Collective. No update may be pending.
-
-    Raises:
-        TierError: a rank cannot write its files. Raised on every rank.
+    """Saves a model and its optimizers into a folder. Collective. No update may be pending. Raises `TierError`, on
+    every rank, if a rank cannot write its files.
     """
     beyond = tables_larger_than_memory(state.tables)
     token = communicator.gather(uuid4().hex[:8], str)[0]
@@ -73,10 +71,8 @@ def save(
 def load(
     model: nn.Module, state: ModelState, optimizers: Sequence[Optimizer], communicator: Communicator, folder: Path
 ) -> None:
-    """Loads a checkpoint that `save` has written, on any number of ranks. Collective. No update may be pending.
-
-    Raises:
-        TierError: the checkpoint is missing, damaged or of another model. Raised on every rank.
+    """Loads a checkpoint that `save` has written, on any number of ranks. Collective. No update may be pending. Raises
+    `TierError`, on every rank, if the checkpoint is missing, damaged or of another model.
     """
     beyond = tables_larger_than_memory(state.tables)
     state_after = "Tables may contain some of its rows: load an intact checkpoint before you go on."
@@ -108,18 +104,13 @@ def load(
 
 
 def _is_on_parameter_device(value: Any) -> bool:
-    """Returns whether a value of optimizer state belongs on its parameter's device. Step counters belong on the
-    host.
-    """
+    """Returns whether a value of optimizer state belongs on its parameter's device, rather than on the host."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
-    """Loads a table larger than memory from a checkpoint that contains it as whole tensors.
-
-    Args:
-        values: the weights (V, D).
-        state: the table's optimizer state.
+    """Loads a table larger than memory from a checkpoint with its weights `values` (V, D) and its state as whole
+    tensors.
     """
     own = range(*own_columns(table.member.shape[1], communicator.world_size, communicator.rank))
     table.memory.forget(table.rows)
@@ -134,11 +125,7 @@ def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any],
 
 
 def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Removes a table's optimizer state from a checkpoint, and returns it.
-
-    Args:
-        rest: the contents of the checkpoint's main file.
-    """
+    """Removes a table's optimizer state from the contents `rest` of a checkpoint's main file, and returns it."""
     for optimizer, saved in zip(optimizers, rest["optimizers"], strict=True):
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter is table.member.parameter:
@@ -148,11 +135,7 @@ def _pop_table_state(rest: dict[str, Any], table: SlotRows, optimizers: Sequence
 
 
 def _check_fits(rest: Mapping[str, Any], state: ModelState, optimizers: Sequence[Optimizer]) -> None:
-    """Raises `TierError` if a checkpoint does not fit the model or its optimizers.
-
-    Args:
-        rest: the contents of the checkpoint's main file.
-    """
+    """Raises `TierError` if the contents `rest` of a checkpoint's main file do not fit the model or its optimizers."""
     beyond = {name: tuple(table.member.shape) for name, table in tables_larger_than_memory(state.tables).items()}
     saved = {name: of_table["shape"] for name, of_table in rest["tables"].items()}
     saved |= {name: tuple(rest["model"][name].shape) for name in beyond.keys() & rest["model"].keys()}
@@ -183,7 +166,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
     """Returns the part of a checkpoint that describes an optimizer: the options and sizes of its param groups, and its
-    state by parameter number. The state of tables larger than memory is left out.
+    state by parameter number, except that of tables larger than memory.
     """
     tables, found = {table.parameter: table for table in state.tables.values()}, {}
     for number, parameter in enumerate(_parameters(optimizer)):
@@ -195,11 +178,7 @@ def _optimizer_part(optimizer: Optimizer, state: ModelState) -> dict[str, Any]:
 
 
 def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
-    """Writes a checkpoint's main file, then deletes the files of rows in the folder that the main file does not name.
-
-    Args:
-        rest: the contents of the main file: everything except the rows of tables larger than memory.
-    """
+    """Writes a checkpoint's main file, then deletes the files of rows in the folder that it does not name."""
     being_written = folder / f"{REST}.part"
     with being_written.open("wb") as file:
         torch.save(rest, file)
@@ -214,12 +193,8 @@ def _write_main_file(rest: dict[str, Any], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _fail_together(communicator: Communicator, action: str, state_after: str) -> Iterator[None]:
-    """Opens a context for work that this rank does. When the context ends, every rank raises if any rank has failed.
-    Collective.
-
-    Args:
-        action: the work in words, for the error.
-        state_after: a sentence for the error that says what holds after the work has failed.
+    """Opens a context for this rank's part of an action, in words. At its end, every rank raises if any rank has
+    failed, and says by the sentence `state_after` what holds then. Collective.
     """
     failure = None
     try:
@@ -245,14 +220,12 @@ def _save_rows(table: SlotRows, path: Path) -> None:
 def _load_rows(
     table: SlotRows, paths: Sequence[Path], closed: Sequence[ClosedHistory], communicator: Communicator
 ) -> None:
-    """Replaces this rank's columns of all rows of a table by the columns in a checkpoint.
+    """Replaces this rank's columns of all rows of a table by those in a checkpoint. Raises `TierError` if a file is
+    damaged.
 
     Args:
         paths: the files of the table's rows, one for each rank that saved the checkpoint.
         closed: the deferred optimizer steps in the checkpoint.
-
-    Raises:
-        TierError: a file is damaged.
     """
     width, columns = table.member.shape[1], table.memory.records.columns
     own = range(*own_columns(width, communicator.world_size, communicator.rank))
@@ -275,14 +248,12 @@ def _load_rows(
 def _read_blocks(
     columns: Mapping[str, Column], path: Path, cut: range, shared: range, count: int, stack: contextlib.ExitStack
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yields the rows in a file, in blocks of at most `count` rows: (row ids (K,), name -> values (K, ...) of weights
-    and optimizer state). Values that have one number per column of the table are cut to the columns `shared`.
+    """Yields the rows in a file in blocks of at most `count`: (row ids (K,), name -> values (K, ...) of `columns`).
+    Cuts values with one number per column of the table.
 
     Args:
-        columns: name -> format of an entry of a row.
         cut: the table columns that are in the file.
         shared: the table columns in the file that this rank needs.
-        count: the maximum number of rows in a block.
         stack: closes the file when the stack is closed.
     """
     file = stack.enter_context(path.open("rb"))

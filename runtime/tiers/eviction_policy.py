@@ -25,12 +25,7 @@ _SHARE = 64
 
 
 class EvictionPolicy:
-    """Decides which slots (places for one row each in memory) to evict, and keeps the list of free slots.
-
-    Attributes:
-        step: the number of the current step.
-        free: (F,) int32, the free slots.
-    """
+    """Decides which slots (places for one row each in memory) to evict, and keeps the list `free` of free slots."""
 
     def __init__(self, slots: int) -> None:
         self._marks = torch.full((slots,), _FREE, dtype=torch.int64, device="cpu")
@@ -44,7 +39,6 @@ class EvictionPolicy:
         return self._marks.nbytes + 4 * len(self._marks)
 
     def begin_step(self, step_number: int) -> None:
-        """Begins a step. Rows that were read ahead for earlier steps may be evicted from now on."""
         self.step = step_number
         self._before, self._began = self._began, self._call
 
@@ -87,8 +81,8 @@ class EvictionPolicy:
         """Chooses about `count` memory slots to evict. Returns the slots, and whether more slots could be evicted.
 
         Args:
-            due: the step that needs the slots, or None. If given, slots that an earlier step will use are not chosen,
-                and neither are slots that the current or the previous step has used.
+            due: if given, the step that needs the slots. Slots that an earlier step will use, or that the current or
+                the previous step has used, are then not chosen.
         """
         # Rows that were read ahead for an earlier step may have pending gradients, so count them as used by the current
         # call.

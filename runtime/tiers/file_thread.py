@@ -58,9 +58,6 @@ class FileThread:
     calls.
 
     Args:
-        table: the table's name.
-        file: where the records are stored.
-        records: the format of a record.
         slots: the places in memory into which rows are read.
         count: the number of slots.
         recorder: function that returns the recorder of reads, writes and waits.
@@ -101,11 +98,9 @@ class FileThread:
         self._writes = deque((_WRITTEN, torch.empty(0, dtype=torch.int32, device="cpu"), room) for room in leaving)
 
     def write(self, numbers: Tensor, rows: Tensor, leave: Leave) -> None:
-        """Starts writing rows to the file.
+        """Starts writing rows (K,) to the records `numbers` (K,). At most `part` rows.
 
         Args:
-            numbers: (K,) the record numbers to write.
-            rows: (K,) the row ids. At most `part` rows.
             leave: function that starts copying the rows out of their slots into the given memory.
         """
         watch = self._watch(self._writing, rows.numel())
@@ -124,9 +119,7 @@ class FileThread:
             self._writes[-1] = self._begin_write(write), numbers, room
 
     def _begin_write(self, write: Callable[[], None]) -> Future[None]:
-        """Calls `write` immediately, or in the thread if other writes are pending or a recent write was slow. Returns
-        the future of the call.
-        """
+        """Calls `write` immediately, or in the thread if other writes are pending or a recent write was slow."""
         if self._by_thread or not self._has_written():
             self._by_thread = max(self._by_thread - 1, 0)
             return self._writer.submit(write)
@@ -136,13 +129,9 @@ class FileThread:
         return _WRITTEN
 
     def read(self, numbers: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Reads records (K, B), of B bytes each.
-
-        On the host, the result is valid until the next call of `read` or `read_into_slots`.
-
-        Args:
-            numbers: (K,) record numbers, in ascending order. At most `part`.
-            rows: (K,) the row ids that the records must have, or None to accept any.
+        """Reads the records `numbers` (K,), at most `part` and in ascending order, which must be of `rows` (K,) if
+        given. Returns records (K, B), of B bytes each, valid on the host until the next call of `read` or
+        `read_into_slots`.
         """
         self._raise_write_error()
         behind = self._pending_writes_of(numbers)
@@ -153,11 +142,8 @@ class FileThread:
         return self._reader.submit(self._read, numbers, rows, self._to_read_here, behind).result()
 
     def copy(self, count: int, leave: Leave) -> Tensor:
-        """Copies rows into records. On the host, the records are valid until the next write.
-
-        Args:
-            count: the number of rows, at most `part`.
-            leave: function that starts copying the rows out of their slots into the given memory.
+        """Copies `count` rows, at most `part`, into records. On the host, the records are valid until the next write.
+        `leave` is as for `write`.
         """
         room = self._free_buffer()
         return leave(None if room is None else room[:count])()
@@ -209,9 +195,7 @@ class FileThread:
         self._raise_write_error()
 
     def _free_buffer(self) -> Tensor | None:
-        """Waits for the oldest write, and returns its buffer for reuse. Returns None for slots on a device, which need
-        no buffer.
-        """
+        """Waits for the oldest write, and returns its buffer for reuse: None for slots on a device."""
         self._writes.rotate(-1)
         written, _, room = self._writes[-1]
         if not written.done():
@@ -237,12 +221,7 @@ class FileThread:
     def _read(
         self, numbers: Tensor, rows: Tensor | None, into: Tensor | None, writes: Sequence[Future[None]]
     ) -> Tensor:
-        """Reads records after pending writes of these records have ended.
-
-        Args:
-            numbers, rows, into: as for `RecordFile.read`.
-            writes: the pending writes to wait for.
-        """
+        """Reads records as `RecordFile.read` does, after these pending writes of them have ended."""
         wait(writes)
         self._raise_write_error()
         return self._file.read(numbers, rows, into)
@@ -250,17 +229,9 @@ class FileThread:
     def _read_cached_rows(
         self, rows: Tensor, numbers: Tensor, slots: Tensor, read: Callable[..., Tensor | None]
     ) -> tuple[int, int]:
-        """Reads rows from the page cache into memory slots, in parts. Stops at the first part that is not in the page
-        cache.
+        """Reads rows (K,) from the page cache into memory slots (K,), in parts, up to the first part that is not there.
 
-        Args:
-            rows: (K,) row ids.
-            numbers: (K,) the numbers of the rows' records.
-            slots: (K,) the memory slots for the rows.
-            read: `RecordFile.read_cached`.
-
-        Returns:
-            (The number of rows read, a number of optimizer steps that all of these rows have applied).
+        Returns (the number of rows read, a number of optimizer steps that all of these rows have applied).
         """
         taken = _ALL
         with self._watch(self._reading, len(rows)):
@@ -283,13 +254,10 @@ class FileThread:
         watch: RecordedCopy,
         writes: Sequence[Future[None]],
     ) -> ReadResult:
-        """Reads rows (K,), sorted by record number, into memory slots (K,). Rows that were never written get their
-        initial values.
+        """Reads rows (K,), sorted by record number, into memory slots (K,). Rows that were never written, with the
+        number -1, get their initial values.
 
         Args:
-            numbers: (K,) the numbers of the rows' records, or -1 for rows that were never written.
-            slots: (K,) the memory slots for the rows.
-            initial: the initial values of rows that were never written.
             taken: an upper bound of the result's `taken`.
             watch: records the time of the read.
             writes: pending writes to wait for first.
@@ -311,11 +279,7 @@ class FileThread:
         return ReadResult(arrivals, taken)
 
     def _watch(self, launch: OperationId, rows: int) -> RecordedCopy:
-        """Returns an object that records the time of one read or write of `rows` rows.
-
-        Args:
-            launch: the id of the read or write.
-        """
+        """Returns an object that records the time of one read or write of `rows` rows."""
         return RecordedCopy(launch, rows * self._records.nbytes, self._recorder(), on_host=True)
 
 

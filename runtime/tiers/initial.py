@@ -22,8 +22,8 @@ _WORDS = _FIELDS // 4
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Computes the initial values of an embedding's rows from seed, row and column. The values are normally
-    distributed; the padding row is zero.
+    """Computes the initial values of an embedding's rows from seed, row and column: normally distributed; the padding
+    row is zero.
 
     Attributes:
         columns: the columns that this rank has, out of `width`.
@@ -42,11 +42,7 @@ class InitialValues:
 
 
 class InitialValuesOfTables:
-    """Computes the initial values of several tables, whose rows are numbered one table after another.
-
-    Args:
-        tables: maps the first row of each table to the table's initial values.
-    """
+    """Computes the initial values of several tables, given by their first rows in one numbering of all rows."""
 
     def __init__(self, tables: Mapping[int, InitialValues]) -> None:
         self.tables = dict(sorted(tables.items()))
@@ -65,15 +61,8 @@ class InitialValuesOfTables:
 
 
 def normal_rows(rows: Tensor, columns: range, width: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Computes normally distributed values (K, d) for the given rows and columns of a table. A value depends only on
-    its row, its column and the seed.
-
-    Args:
-        rows: (K,) row numbers.
-        columns: the d columns to compute.
-        width: the number of columns of the whole table.
-        seed: the seed of the table.
-        dtype: the dtype of the result.
+    """Computes normally distributed values (K, d) for rows (K,) and d columns of a table that is `width` columns wide.
+    A value depends only on its row, its column and the seed.
     """
     along = np.arange(columns.start, columns.stop, dtype=np.uint64)
     element: Words = rows.numpy().astype(np.uint64)[:, None] * np.uint64(width) + along

@@ -33,14 +33,10 @@ class RecordFile:
     """Stores this rank's rows of a table in a file. A record has one row's weights and optimizer state.
 
     Args:
-        directory: the folder for the file.
-        table: the table's name, for errors.
+        directory: the folder for the file. Raises `TierError` if the file cannot be created there.
         count: the maximum number of records.
         records: the format of a record.
         pinned: whether reads return pinned memory, from which a device can copy.
-
-    Raises:
-        TierError: the file cannot be created.
     """
 
     def __init__(
@@ -60,14 +56,8 @@ class RecordFile:
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records at the given record numbers in the file, with one write for each run of consecutive numbers.
-
-        Args:
-            numbers: (K,) record numbers.
-            records: (K, B) uint8, where B is the number of bytes per record.
-
-        Raises:
-            TierError: a write failed.
+        """Writes records (K, B), uint8, at the numbers (K,), with one write for each run of consecutive numbers. Raises
+        `TierError` if a write fails.
         """
         try:
             for at, run in self._runs(numbers, records):
@@ -85,15 +75,14 @@ class RecordFile:
             ) from error
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads records (K, B), of B bytes each. All of them must have been written.
+        """Reads the records `numbers` (K,), in ascending order, all of which must have been written. Returns records
+        (K, B).
 
         Args:
-            numbers: (K,) record numbers, in ascending order.
             rows: (K,) the row ids that the records must have, or None to accept any.
             into: memory for at least K records, or None to allocate it.
 
-        Raises:
-            TierError: a read failed, or a record differs from what was written.
+        Raises `TierError` if a read failed, or if a record differs from what was written.
         """
         records = self._output_buffer(numbers, into)
         try:
@@ -121,11 +110,7 @@ class RecordFile:
         return records
 
     def read_cached(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
-        """Reads records from the page cache. Returns None if a record is not in the page cache or is damaged.
-
-        Args:
-            numbers, rows, into: as for `read`.
-        """
+        """Reads records as `read` does, from the page cache. Returns None if a record is not there or is damaged."""
         records = self._output_buffer(numbers, into)
         try:
             for at, run in self._runs(numbers, records):
@@ -157,12 +142,7 @@ class RecordFile:
 
 
 class HostRecords:
-    """Stores this rank's rows of a table in host memory. A record has one row's weights and optimizer state.
-
-    Args:
-        count: the number of rows.
-        records: the format of a record.
-    """
+    """Stores this rank's rows of a table in host memory. A record has one row's weights and optimizer state."""
 
     def __init__(self, count: int, records: Records) -> None:
         self._all = torch.empty((count, records.nbytes), dtype=torch.uint8, device="cpu")
@@ -173,25 +153,20 @@ class HostRecords:
         return self._all.nbytes
 
     def write(self, numbers: Tensor, records: Tensor) -> None:
-        """Writes records (K, B), of B bytes each, at these record numbers (K,)."""
         self._all.index_copy_(0, numbers.to(torch.int64), records)
 
     def read(self, numbers: Tensor, rows: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """Reads the records (K, B), of B bytes each, with these record numbers (K,) into new pinned memory. Ignores
-        `rows` and `into`.
-        """
+        """Reads records into new pinned memory. Ignores `rows` and `into`."""
         into = torch.empty((numbers.numel(), self._all.shape[1]), dtype=torch.uint8, device="cpu", pin_memory=True)
         return torch.index_select(self._all, 0, numbers, out=into)
 
     # -- record numbers, as in `RecordLog` -----------------------------------------------------------------------------
 
     def take_numbers(self, rows: Tensor) -> Tensor:
-        """Returns the record numbers (K,) of `rows` (K,). The record number of a row is the row's id."""
         return rows.to(torch.int32)
 
     def free_numbers(self, numbers: Tensor) -> None:
         """Does nothing, because each row keeps its record number."""
 
     def needs_empty_block(self, count: int) -> bool:
-        """Returns False, because each row has its own record, so that no space needs to be freed."""
         return False

@@ -21,12 +21,7 @@ _HEAD = 2 * _WORD
 
 @dataclass(frozen=True)
 class Column:
-    """Describes a tensor with one entry per row: the weights, or an entry of the optimizer state.
-
-    Attributes:
-        size: the shape of one row's entry.
-        fill: its initial value.
-    """
+    """Describes a tensor with one entry per row (weights or optimizer state), by an entry's shape and initial value."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -43,9 +38,7 @@ class Column:
 
 
 class Records:
-    """The format of a record: the bytes of a row's id, of its columns (weights and optimizer state) and of a
-    checksum.
-    """
+    """The format of a record: the bytes of a row's id, of its columns and of a checksum."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         self.columns = dict(columns)
@@ -59,21 +52,12 @@ class Records:
         self._factors = (words * _GOLDEN).bitwise_or_(1)
 
     def pack(self, rows: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Packs rows as records (K, B) uint8, where B is the number of bytes per record.
-
-        Args:
-            rows: (K,) row ids.
-            values: name -> values (K, ...) of a column.
-        """
+        """Packs rows (K,) with these columns' values (K, ...) as records (K, B), uint8."""
         return self.sign(self.place(values), rows)
 
     def place(self, values: Mapping[str, Tensor], into: Tensor | None = None) -> Tensor:
-        """Packs columns as records (K, B), of B bytes each, on the columns' device. The records lack row ids and
-        checksums, which `sign` adds.
-
-        Args:
-            values: name -> values (K, ...) of a column. Missing columns get their initial values.
-            into: memory for the records, or None to allocate it.
+        """Packs columns' values (K, ...) as records (K, B), on the columns' device, without row ids and checksums,
+        which `sign` adds. Missing columns get their initial values. Fills `into` if given.
         """
         like = next(iter(values.values()))
         records = torch.zeros((len(like), self.nbytes), dtype=torch.uint8, device=like.device) if into is None else into
@@ -109,7 +93,7 @@ class Records:
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Computes the checksums (K,) of records, given as 64-bit words. They are never 0, and a change of any one word
-        changes the checksum.
+        """Computes the checksums (K,) of records, given as 64-bit words: never 0, and different after a change of any
+        one word.
         """
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

@@ -28,11 +28,8 @@ Rows = dict[WorkingSet, Tensor]
 
 
 class RowsAhead:
-    """Reads the rows that upcoming batches of all ranks need from files, before the batches are used.
-
-    Args:
-        state: the model's parameters and tables.
-        communicator: the communicator of the ranks. With several ranks, the constructor is collective.
+    """Reads the rows that upcoming batches of all ranks need from files, before the batches are used. With several
+    ranks, the constructor is collective.
     """
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
@@ -50,12 +47,7 @@ class RowsAhead:
             threading.Thread(target=_gather_loop, args=(self._jobs, self._group), daemon=True).start()
 
     def step(self, leaves: Sequence[Any], upcoming: UpcomingBatch | None, ahead: int) -> None:
-        """Begins a training step, and starts reading the rows of a later batch if it is known.
-
-        Args:
-            leaves: the flattened arguments of the current batch.
-            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
-        """
+        """Begins a training step, and starts reading the rows of a later batch if it is known. See `Prefetcher`."""
         self._number += 1
         places = self._file_tables()
         for memory in dict.fromkeys(each.memory for each in places.values()):
@@ -72,12 +64,7 @@ class RowsAhead:
                     _read_ahead(done.result(), due)
 
     def end_call(self, *, train: bool) -> None:
-        """Ends a call of the model. Counts the step if it trains, and forgets which ids the call was expected to look
-        up.
-
-        Args:
-            train: whether it was a training call.
-        """
+        """Counts the step if the call trains, and forgets which ids the call was expected to look up."""
         places = self._file_tables().values()
         for rows in places:
             rows.expect(None)
@@ -93,11 +80,6 @@ class RowsAhead:
     ) -> None:
         """Starts reading the rows of an upcoming batch, in a single process. The batch is `upcoming` or, if ids are
         looked up on a device, the batch that the previous call announced.
-
-        Args:
-            leaves: the flattened arguments of the current batch.
-            upcoming: the batch of the call that is `ahead` calls after this one, or None if it is not known.
-            places: the tables larger than memory, by name.
         """
         late = int(any(each.needs_host for each in places.values()))
         while self._upcoming and self._upcoming[0][0] <= self._number:
@@ -113,24 +95,14 @@ class RowsAhead:
 
 
 def _read_ahead(rows: Rows, due: int) -> None:
-    """Starts reading the rows that step `due` will look up.
-
-    Args:
-        rows: maps each working set (memory for the rows of some tables) to the row numbers (K,) to read.
-    """
+    """Starts reading the rows that step `due` will look up."""
     for memory, numbers in rows.items():
         if numbers.numel():
             memory.read_ahead(numbers, due)
 
 
 def _looked_up_rows(batch: UpcomingBatch | None, places: Mapping[str, SlotRows]) -> Rows:
-    """Returns the rows that a batch looks up: for each working set (memory for the rows of some tables), the row
-    numbers (K,).
-
-    Args:
-        batch: the batch, or None for no rows.
-        places: the tables larger than memory, by name.
-    """
+    """Returns the row numbers (K,) that a batch, if any, looks up in each working set of the tables `places`."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
     found = {each.memory: [none] for each in places.values()}
     for name, ids in ({} if batch is None else batch.rows()).items():
@@ -144,8 +116,8 @@ _Job = tuple[UpcomingBatch | None, Mapping[str, SlotRows], Future[Rows]]
 
 
 def _gather_loop(jobs: SimpleQueue[_Job], group: dist.ProcessGroup) -> None:
-    """Gathers, for each job, the rows that all ranks will look up. Runs in a thread until a gather fails. The future of
-    the job then has the exception.
+    """Gathers, for each job, the rows that all ranks will look up. Runs in a thread until a gather fails, whose job's
+    future then has the exception.
     """
     size = dist.get_world_size(group)
     while True:

@@ -33,7 +33,6 @@ class ClosedHistory(NamedTuple):
 
     Attributes:
         before: the number of the table's optimizer steps before these.
-        steps: the deferred steps.
         rows: the rows of the table to which the steps belong.
     """
 
@@ -43,9 +42,7 @@ class ClosedHistory(NamedTuple):
 
 
 class ClosedHistories:
-    """All closed histories of a table larger than memory. A closed history has optimizer steps that rows have deferred.
-    Rows apply it when they are next read into memory.
-    """
+    """All closed histories of a table larger than memory. Rows apply them when they are next read into memory."""
 
     def __init__(self, memory: WorkingSet) -> None:
         self._memory = memory
@@ -62,11 +59,8 @@ class ClosedHistories:
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows that were just read into memory.
-
-        Args:
-            slots: (K,) the memory slots of the rows.
-            taken: each of the rows has already applied at least this number of steps.
+        """Applies the histories to rows that were just read into memory slots (K,), and had applied at least `taken`
+        steps.
         """
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
@@ -76,18 +70,15 @@ class ClosedHistories:
                     self.apply_steps(self._memory.to_index(self.with_rows(some, rows)), before, steps)
 
     def with_rows(self, slots: Tensor, rows: range) -> Tensor:
-        """Selects, from memory slots (K,), the slots whose row is in the range `rows`."""
+        """Selects, from memory slots (K,), those whose row is in the range `rows`."""
         if len(rows) == self._memory.num_rows:
             return slots
         held = self._memory.row_of.index_select(0, slots)
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies deferred optimizer steps to the rows in memory slots (K,). Rows that have already applied a step skip
-        it.
-
-        Args:
-            before: the number of the table's optimizer steps before `steps`.
+        """Applies deferred steps, which follow `before` others, to the rows in memory slots (K,) that have not applied
+        them.
         """
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
@@ -102,7 +93,7 @@ class ClosedHistories:
             of_rows.index_copy_(0, slots, taken.clamp_(min=until))
 
     def to_checkpoint(self, rows: range) -> dict[str, Any]:
-        """Returns the deferred optimizer steps of one table's rows in the form that a checkpoint stores."""
+        """Returns the deferred optimizer steps of one table's rows as a checkpoint stores them."""
         found = []
         for before, steps, of in self._closed:
             if max(of.start, rows.start) < min(of.stop, rows.stop):
@@ -110,26 +101,14 @@ class ClosedHistories:
         return {"closed": found}
 
     def load(self, rows: range, saved: Mapping[str, Any]) -> None:
-        """Replaces the deferred optimizer steps of one table's rows.
-
-        Args:
-            rows: the rows of the table.
-            saved: the result of `to_checkpoint`.
-        """
+        """Replaces the deferred optimizer steps of one table's rows by `saved`, the result of `to_checkpoint`."""
         left = [each._replace(rows=other) for each in self._closed for other in _other_rows(each.rows, rows)]
         self._closed = [*left, *read_histories(saved, rows, self._memory.columns[TAKEN].device)]
 
 
 def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) -> list[ClosedHistory]:
-    """Reads deferred optimizer steps from a checkpoint.
-
-    Args:
-        saved: the result of `ClosedHistories.to_checkpoint`.
-        rows: the rows of the table.
-        device: the device for tensors.
-
-    Raises:
-        ValueError: another version of embrace_fx saved the steps.
+    """Reads the deferred steps of a table's rows from `saved`, the result of `ClosedHistories.to_checkpoint`. Raises
+    `ValueError` if another version of embrace_fx saved them.
     """
     found = []
     for each in saved["closed"]:
@@ -150,14 +129,11 @@ def read_histories(saved: Mapping[str, Any], rows: range, device: torch.device) 
 
 
 def align_parts(parts: Sequence[dict[str, Tensor]], histories: Sequence[ClosedHistory]) -> None:
-    """Applies deferred optimizer steps to the saved values of rows, so that all ranks' columns of a row have applied
-    the same steps.
-
-    Ranks may keep different rows in memory, and only rows in memory have applied all closed histories.
+    """Applies deferred steps to the saved values of rows, so that all ranks' columns of a row have applied the same
+    steps: ranks may keep different rows in memory, and only those have applied all closed histories.
 
     Args:
         parts: for each rank, name -> values (K, ...) of the same rows. Changed in place.
-        histories: the deferred steps.
     """
     latest = torch.stack([part[TAKEN] for part in parts]).amax(0)
     for part in parts:
@@ -178,8 +154,7 @@ class SlotHistory(History):
     """The optimizer steps that rows of a table larger than memory have deferred.
 
     Args:
-        memory: the slots for rows in memory.
-        rows: the table's rows.
+        rows: the table's rows in the working set `memory`.
         members: for a joined table, the histories of its tables.
     """
 
@@ -193,29 +168,23 @@ class SlotHistory(History):
             each._first = 0  # slots are numbered for the joined table, not per table
 
     def begin(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
-        """Begins an optimizer step, which rows without a gradient defer. The step becomes part of the open history (the
-        steps since the last close). If there is no open history, begins one after all closed histories.
-        """
+        """Begins an optimizer step. If there is no open history, begins one after all closed histories."""
         known = self.open
         super().begin(optimizer, options)
         if self.open is not known:
             self._before = self._closed.steps
 
     def _close(self) -> None:
-        """Closes the open history, the deferred steps since the last close. Rows apply it when they are next read."""
+        """Closes the open history. Rows apply it when they are next read."""
         if self.open is not None and self.open.count:
             self.open.end()
             self._closed.add(ClosedHistory(self._before, self.open, self.rows))
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[SlotHistory, Tensor]]:
-        """Splits memory slots of a joined table by the tables that it joins. Yields, for each table, the table's
-        history and the slots in `places` (K,) that contain its rows.
-        """
         for each in self._tables:
             yield each, self._closed.with_rows(places, each.rows)
 
     def apply_open(self, places: Tensor, local: Tensor, state: Mapping[str, Any]) -> None:
-        """Applies the open history, the deferred steps since the last close, to the rows in memory slots `places`."""
         assert self.open is not None
         if self.open.count:
             self._closed.apply_steps(places, self._before, self.open)
@@ -233,7 +202,7 @@ def _other_rows(rows: range, excluded: range) -> list[range]:
 
 
 def _to_cpu(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the attributes of an object that a checkpoint can store, with tensors on the CPU."""
+    """Returns an object's attributes that a checkpoint can store, with tensors on the CPU."""
     found = {key: value for key, value in fields.items() if not isinstance(value, torch.device)}
     return {
         key: vars(value) if isinstance(value, Moments) else _to_device("cpu", value) for key, value in found.items()

@@ -26,12 +26,7 @@ Leave = Callable[[Tensor | None], Leaving]
 
 
 class Arrival(NamedTuple):
-    """A started copy of rows to the device.
-
-    Attributes:
-        event: a CUDA event recorded after the copy.
-        copied: memory slots (K,) and the records for them, both on the device.
-    """
+    """A started copy of memory slots (K,) and their records to the device, and the CUDA event recorded after it."""
 
     event: Event
     copied: tuple[Tensor, Tensor]
@@ -54,11 +49,8 @@ class Slots:
         self.columns = {key: column.filled(count, device) for key, column in records.columns.items()}
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Starts copying the rows in slots `places` (K,) into records. Returns a function that waits for the copy and
-        returns the records.
-
-        Args:
-            into: memory for the records, or None to allocate it.
+        """Starts copying the rows in slots `places` (K,) into records, in the memory `into` if given. Returns a
+        function that waits for the copy and returns the records.
         """
         assert into is not None
         for key, of_column in self._records.unpack(into).items():
@@ -66,11 +58,7 @@ class Slots:
         return lambda: into
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Any:
-        """Copies records into memory slots (K,). Called on the thread that has read the records.
-
-        Returns:
-            The argument for `arrive`, which completes the copy.
-        """
+        """Copies records into memory slots (K,), on the thread that has read them. Returns the argument of `arrive`."""
         self.put(slots, records)
 
     def put(self, slots: Tensor, records: Tensor) -> None:
@@ -79,11 +67,11 @@ class Slots:
             self.columns[key].index_copy_(0, slots, values)
 
     def has_arrived(self, copy: Any) -> bool:
-        """Returns whether a copy that `copy_in` has started is complete, so that `arrive` would not wait."""
+        """Returns whether a copy that `copy_in` has started is complete."""
         return True
 
     def arrive(self, copy: Any) -> None:
-        """Completes a copy that `copy_in` has started: later reads of its memory slots see the new rows."""
+        """Completes a copy that `copy_in` has started, for later reads of its memory slots."""
 
     def to_index(self, slots: Tensor) -> Tensor:
         """Returns memory slots (K,) as an index tensor on the columns' device."""
@@ -93,18 +81,12 @@ class Slots:
         """Makes the device of the slots the current device of the calling thread."""
 
     def map_of_rows(self, rows: int) -> Tensor | None:
-        """Returns a tensor of zeros (V',) on the columns' device, to store the memory slot of each row there. Returns
-        None for slots on the host, which need no copy of this map.
-        """
+        """Returns zeros (V',) on the columns' device, for the slot of each row, or None for slots on the host."""
         return None
 
 
 class DeviceSlots(Slots):
-    """Slots in device memory. Copies to and from the host run on CUDA streams of their own.
-
-    Args:
-        streams: the device's streams.
-    """
+    """Slots in device memory. Copies to and from the host run on CUDA streams of their own."""
 
     pinned = True
     arriving_share = 12  # bounds the additional memory that arriving rows use until they are in their slots
@@ -114,12 +96,6 @@ class DeviceSlots(Slots):
         self._device, self._streams = device, streams
 
     def copy_out(self, places: Tensor, into: Tensor | None) -> Leaving:
-        """Starts copying the rows in slots `places` (K,) into records on the host. Returns a function that waits for
-        the copy and returns the records.
-
-        Args:
-            into: memory for the records, or None to allocate it.
-        """
         streams, places = self._streams, self.to_index(places)
         records = self._records.place({key: column.index_select(0, places) for key, column in self.columns.items()})
         ready = streams.record("rows to leave")
@@ -129,21 +105,18 @@ class DeviceSlots(Slots):
             copy, left = streams.to_host(records), streams.record("rows have left")
 
         def leaving() -> Tensor:
-            """Waits for the copy to the host, and returns the records."""
             streams.wait_on_host(left)
             return copy
 
         return leaving
 
     def copy_in(self, slots: Tensor, records: Tensor) -> Arrival:
-        """Starts copying records for memory slots (K,) to the device, on the storage stream. Returns the copy."""
         streams = self._streams
         with streams.on("storage", "rows come"):
             copied = streams.to_device(slots), streams.to_device(records)
             return Arrival(streams.record("rows have come"), copied)
 
     def has_arrived(self, coming: Arrival) -> bool:
-        """Returns whether a copy to the device has ended."""
         return bool(coming.event.query())
 
     def arrive(self, coming: Arrival) -> None:
@@ -153,15 +126,12 @@ class DeviceSlots(Slots):
         self.put(*coming.copied)
 
     def to_index(self, slots: Tensor) -> Tensor:
-        """Returns memory slots (K,) as an index tensor on the device."""
         return self._streams.to_device(slots)
 
     def use_device(self) -> None:
-        """Makes the device of the slots the current device of the calling thread."""
         self._streams.use_device()
 
     def map_of_rows(self, rows: int) -> Tensor:
-        """Returns a tensor of zeros (V',) on the device, to store the memory slot of each row there."""
         return torch.zeros(rows, dtype=torch.int32, device=self._device)
 
 

@@ -37,11 +37,11 @@ REFUSAL = (
 
 
 class FileStorage(LocalStorage):
-    """The storage of a shard that has only some of its rows in memory. Any read or write of the whole shard raises.
+    """The storage of a shard that has only some of its rows in memory. Reads and writes of the whole shard raise
+    `refusal`.
 
     Args:
         like: a placeholder with the shard's shape, dtype and device.
-        refusal: the text of the error.
     """
 
     def __init__(self, like: Tensor, refusal: str) -> None:
@@ -51,9 +51,6 @@ class FileStorage(LocalStorage):
     is_elsewhere = True
 
     def _refuse(self, local: object = None) -> NoReturn:
-        """Raises `RuntimeError`, because a shard whose rows are not all in memory cannot be read or replaced as a
-        whole.
-        """
         raise RuntimeError(self._refusal)
 
     dense = memory = replace = _refuse
@@ -64,14 +61,13 @@ class FileStorage(LocalStorage):
 
 
 class SlotRows(RowStore):
-    """Stores the rows of one or more tables larger than memory. Rows are read and updated in slots (places for one row
-    each in memory).
+    """Stores the rows of one or more tables larger than memory in slots (places for one row each in memory).
 
     Args:
         member: the table, or the first one of several tables that share the memory.
         memory: the slots, and the storage for all other rows.
         first: the table's first row in the working set, in which the rows of all its tables are numbered.
-        tables: the range of rows of each table, if several share the memory.
+        tables: the stores of the tables, if several share the memory.
 
     Attributes:
         rows: the range of this table's rows in the working set.
@@ -100,16 +96,13 @@ class SlotRows(RowStore):
             self._set_counters({key: value for key, value in state.items() if key not in self._columns})
 
     def _set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Sets the step counters of the table's optimizer state. Counters that are missing in `counters` get their
-        initial values.
-        """
+        """Sets the table's step counters. Missing ones get their initial values."""
         optimizer = self.member.optimizer
         assert optimizer is not None
         _, first = first_row_state(optimizer, self.member.param_group(), self.local[:0])
         optimizer.state[self.member.parameter] = {**first, **counters}
 
     def join(self, members: Sequence[Member], bounds: Sequence[int]) -> RowStore:
-        """Returns one store for the rows of several tables that share this memory."""
         tables = [each.store for each in members if isinstance(each.store, SlotRows)]
         return SlotRows(members[0], self.memory, tables=tables, counters=JoinedState(members, bounds))
 
@@ -123,21 +116,12 @@ class SlotRows(RowStore):
         return ids + self.rows.start if self.rows.start else ids
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the memory slots of the rows `ids` (K,), after reading missing rows into memory.
-
-        Args:
-            to_write: whether the caller will write the rows.
-        """
+        """Returns the memory slots of the rows `ids` (K,), after reading missing rows into memory."""
         return self.memory.places(self.numbers(ids), host_ids=self._rows_on_host(ids), to_write=to_write)
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the memory slots of the rows `ids` (K,) for a lookup, after reading missing rows into memory.
-
-        Args:
-            to_write: whether the caller will apply deferred steps to the rows.
-
-        Raises:
-            TierError: a row cannot be read. Later calls read nothing, and all ranks raise at the next handshake.
+        """Returns `places` for a lookup. Raises `TierError` if a row cannot be read: later calls read nothing, and all
+        ranks raise at the next handshake.
         """
         if self._expected is not None:
             self._on_host[ids], self._expected = self._expected, None
@@ -152,34 +136,24 @@ class SlotRows(RowStore):
 
     @property
     def needs_host(self) -> bool:  # type: ignore[override]
-        """Whether the host must know the ids that are looked up on the device."""
         return self.local.is_cuda
 
     def expect(self, rows: Tensor | None) -> None:
-        """Records which rows the next lookup will read.
-
-        Args:
-            rows: row ids on the host that include the ids of the lookup, or None if they are not known.
-        """
+        """Records row ids on the host that include those of the next lookup, or None if they are not known."""
         self._expected = rows
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, which are row ids on the host, include all of `ids` (K,), which are on the device.
-        Starts reading these rows.
-        """
+        """Records that `rows`, on the host, include all of `ids` (K,), on the device. Starts reading these rows."""
         self._on_host[ids] = rows
         self.memory.read_ahead(self.numbers(rows), self.memory.step + 1)
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids`, which are row ids on the host, include all of `ids` (K,), which are on the
-        device.
-        """
         if ids.is_cuda:
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns row ids on the host that include all of `ids` (K,). Copies `ids` to the host if no such row ids are
-        known. Returns None if `ids` are already on the host.
+        """Returns row ids on the host that include all of `ids` (K,), copied if none are known. Returns None if `ids`
+        are there.
         """
         if not ids.is_cuda:
             return None
@@ -202,11 +176,9 @@ class SlotRows(RowStore):
 
     @property
     def entries(self) -> Mapping[str, Any]:
-        """The step counters, and the optimizer state in all memory slots."""
         return self.state
 
     def has_uniform_state(self) -> bool:
-        """Returns whether all tables that share the memory have equal step counters."""
         return self._joined is None or self._joined.has_uniform_state()
 
     def keep(self, state: Mapping[str, Any]) -> None:
@@ -217,11 +189,7 @@ class SlotRows(RowStore):
             self._joined.keep(state)
 
     def add_missing_state(self, first: Mapping[str, Any]) -> None:
-        """Adds those step counters of an initial optimizer state that the table's state lacks.
-
-        Raises:
-            RuntimeError: the rows lack an entry of the initial state, which cannot be added later.
-        """
+        """Adds missing step counters. Raises `RuntimeError` if the rows lack an entry, which cannot be added later."""
         super().add_missing_state(
             {key: value for key, value in first.items() if not has_row_values(value, len(self.local))}
         )
@@ -235,9 +203,7 @@ class SlotRows(RowStore):
     # -- checkpoints and reports ---------------------------------------------------------------------------------------
 
     def to_checkpoint(self) -> dict[str, Any]:
-        """Returns the part of a checkpoint that describes the table, except its rows: step counters, deferred optimizer
-        steps, and how initial values are computed. No update may be pending.
-        """
+        """Returns the part of a checkpoint that describes the table, except its rows. No update may be pending."""
         self.member.flush()
         first = self.memory.initial.tables[self.rows.start]
         found = {"histories": self.memory.closed.to_checkpoint(self.rows), "seed": first.seed, "padding": first.padding}
@@ -253,8 +219,8 @@ class SlotRows(RowStore):
         self._set_counters(saved["counters"])
 
     def changed_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, in blocks, the rows that differ from their initial values. Each block is a pair of row ids (K,) and
-        their records (K, B), where B is the number of bytes per record.
+        """Yields, in blocks, the rows that differ from their initial values: row ids (K,), and records (K, B) of B
+        bytes each.
         """
         for rows, records in self.memory.changed_rows(self.rows):
             own = rows - self.rows.start
@@ -262,39 +228,26 @@ class SlotRows(RowStore):
 
     @property
     def remark(self) -> str:  # type: ignore[override]
-        """Lines about the rows in memory, for reports. If several tables share the memory, "" for all but the first
-        one.
-        """
+        """Lines about the rows in memory. "" for all but the first one of tables that share the memory."""
         return "" if self.rows.start else self.memory.report
 
     def held_bytes(self) -> tuple[int, int]:
-        """Returns this table's share of the bytes in memory of (weights, optimizer state)."""
         weights, others = self.local.nbytes, self.memory.nbytes - self.local.nbytes
         return self._share(weights), self._share(others)
 
     def _share(self, nbytes: int) -> int:
-        """Returns this table's share of memory that several tables use, in proportion to its number of rows.
-
-        Args:
-            nbytes: the bytes of this memory.
-        """
+        """Returns this table's share of `nbytes` that several tables use, in proportion to its number of rows."""
         return nbytes * len(self.rows) // self.memory.num_rows
 
 
 def tables_larger_than_memory(tables: Mapping[str, Table]) -> dict[str, SlotRows]:
-    """Returns the row stores of all tables in `tables` that are larger than memory, by name."""
+    """Returns the row stores of those tables that are larger than memory, by name."""
     return {name: table.store for name, table in tables.items() if isinstance(table.store, SlotRows)}
 
 
 def first_row_state(optimizer: Optimizer, group: Mapping[str, Any], like: Tensor) -> tuple[dict[str, Column], State]:
-    """Describes the optimizer state of a table before its first step.
-
-    Args:
-        group: the optimizer's param group of the table.
-        like: a tensor (0, d) with the dtype of the table's weights.
-
-    Returns:
-        (Name -> format of each state entry that has a value per row, the step counters).
+    """Describes the optimizer state of a table, whose weights are like `like` (0, d), before its first step. Returns
+    (name -> format of each entry that has a value per row, the step counters).
     """
     first = first_state(optimizer, hyperparameters(group), like.new_empty((1, *like.shape[1:])))
     of_rows = {key: value for key, value in first.items() if has_row_values(value, 1)}

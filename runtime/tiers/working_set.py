@@ -50,8 +50,6 @@ class Counts:
         asked: the number of rows that were looked up.
         brought: the number of rows that were moved into memory.
         missed: the number of rows that were not in memory when they were needed.
-        read: the number of rows read from storage.
-        written: the number of rows written to storage.
     """
 
     steps: int = 0
@@ -62,10 +60,8 @@ class Counts:
     written: int = 0
 
     def report(self, record_bytes: int) -> str:
-        """Returns a line with the hit rate and the bytes read and written per step.
-
-        Args:
-            record_bytes: the bytes of a row in storage.
+        """Returns a line with the hit rate and the bytes read and written per step, for rows of `record_bytes` in
+        storage.
         """
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
@@ -83,16 +79,14 @@ class WorkingSet:
         table: the name of the table, or of a joined table, whose rows are numbered one table after another.
         rows: the number of rows.
         slots: the number of rows that fit in memory.
-        columns: name -> column of a row (weights or optimizer state); as an attribute, name -> values (S, ...) in the
-            slots.
-        initial: the initial values of the tables' rows.
+        columns: name -> column of a row (weights or optimizer state).
         directory: the folder for the file, or None to store rows in host memory.
         recorder: function that returns the recorder of reads, writes and waits.
         device: the device of the slots.
 
     Attributes:
         failure: a permanent error of the file, which the next handshake reports to all ranks, or "".
-        initial: replaced when a checkpoint is loaded.
+        initial: the initial values of the tables' rows. Replaced when a checkpoint is loaded.
         columns: name -> (S, ...), the values in the slots.
         closed: deferred optimizer steps that rows apply when they are read into memory.
         row_of: (S,) the row in each slot, or -1 if it is free.
@@ -156,9 +150,7 @@ class WorkingSet:
         return self._on_device.index_select(0, ids).to(torch.int64).sub_(1)
 
     def _call_unless_failed(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that reads or writes rows, and returns its result. Returns None if it fails, or if an
-        earlier call has failed.
-        """
+        """Calls a function that reads or writes rows. Returns None if it fails, or if an earlier call has failed."""
         if self.failure:
             return None
         try:
@@ -168,11 +160,7 @@ class WorkingSet:
             return None
 
     def _load_missing(self, ids: Tensor, to_write: bool) -> Tensor:
-        """Loads the rows in `ids` (K,) that are not in memory. Returns the memory slots (K,) of all rows in `ids`.
-
-        Args:
-            to_write: whether the caller will write the rows.
-        """
+        """Implements `places` for ids on the host."""
         self._next_use.begin_call()
         where = self._where.index_select(0, ids)
         missing = where <= 0
@@ -195,8 +183,8 @@ class WorkingSet:
         self._call_unless_failed(self._read_waiting, ids, due)
 
     def _read_waiting(self, ids: Tensor, due: int) -> None:
-        """Starts reading the rows `ids` (K,) that step `due` will look up. Also starts reading rows of other steps that
-        have waited for free slots. The rows of the earliest step are read first.
+        """Starts reading the rows `ids` (K,), and rows of other steps that have waited for slots, those of the earliest
+        step first.
         """
         waiting, self._waiting = sorted([*self._waiting, (ids, due)], key=itemgetter(1)), []
         for rows, step in waiting:
@@ -206,11 +194,8 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading as many of the rows `ids` (K,) that are not in memory as slots can be freed for. Returns the
-        ids of the rows that are still to be read.
-
-        Args:
-            due: the step that will look up the rows.
+        """Starts reading as many of the rows `ids` (K,), which step `due` will look up, as slots can be freed for.
+        Returns the others.
         """
         self._take_arrived()
         where = self._where.index_select(0, ids)
@@ -235,7 +220,7 @@ class WorkingSet:
         return self._next_use.step
 
     def _take_arrived(self) -> None:
-        """Completes all reads that have ended: puts their rows into the memory slots."""
+        """Completes all reads that have ended."""
         while self._coming and self._thread.has_arrived(self._coming[0][0]):
             self._await_oldest()
 
@@ -254,10 +239,8 @@ class WorkingSet:
         return self._slots.to_index(slots)
 
     def store(self, rows: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Writes rows (K,) that are not in memory to storage.
-
-        Args:
-            values: column name -> values (K, ...). Missing columns get their initial values.
+        """Writes rows (K,) that are not in memory, with these columns' values (K, ...), to storage. Missing columns get
+        their initial values.
         """
         for first in range(0, rows.numel(), self.part):
             some = slice(first, first + self.part)
@@ -266,10 +249,8 @@ class WorkingSet:
         self._thread.await_writes()
 
     def changed_rows(self, table_rows: range) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, in blocks, the rows of a table that differ from their initial values.
-
-        Each block is a pair of the ascending row numbers (K,) and their records (K, B), where B is the number of bytes
-        per record. The records are valid until the next iteration.
+        """Yields, in blocks, the rows of a table that differ from their initial values: the ascending row numbers (K,),
+        and records (K, B) of B bytes each, valid until the next iteration.
         """
         self._await_all()
         self._thread.await_writes()
@@ -283,12 +264,7 @@ class WorkingSet:
                     yield found + begin, self._records_of(found + begin, where.index_select(0, found))
 
     def _records_of(self, rows: Tensor, where: Tensor) -> Tensor:
-        """Returns copies of the records (weights and optimizer state) of rows (K,).
-
-        Args:
-            where: (K,) where each row is: slot + 1 in memory, -(record number) - 1 in storage, or 0 if it was never
-                written.
-        """
+        """Returns copies of the records of rows (K,). `where` (K,) is as in `_where`."""
         slots, stored = (where - 1).clamp_(min=0), (where < 0).nonzero().view(-1)
         records = self._thread.copy(len(rows), partial(self._slots.copy_out, slots))
         numbers, order = (-where.index_select(0, stored) - 1).sort()
@@ -330,7 +306,7 @@ class WorkingSet:
 
     @property
     def report(self) -> str:
-        """A line for reports: how many rows are in memory, and how many are read and written per step."""
+        """A line for reports."""
         rest = ""
         if isinstance(self.file, HostRecords):
             rest = f", others in host memory, up to {self.file.nbytes / 2**20:,.2f} MiB"
@@ -342,15 +318,12 @@ class WorkingSet:
     # -- moving rows ---------------------------------------------------------------------------------------------------
 
     def _read_missing(self, ids: Tensor, where: Tensor, missing: Tensor) -> None:
-        """Reads the rows in `ids` (K,) that are not in memory, without evicting any row in `ids`.
+        """Reads the rows in `ids` (K,) that are not in memory, without evicting any row in `ids`. Raises `TierError` if
+        memory has no room for all rows.
 
         Args:
-            where: (K,) where each row is: slot + 1 in memory, -(record number) - 1 in storage, or 0 if it was never
-                written.
+            where: (K,) where each row is, as in `_where`.
             missing: (K,) mask of the rows that are not in memory.
-
-        Raises:
-            TierError: memory has no room for all rows.
         """
         new = ids[missing].unique()
         self.counts.missed += int(missing.sum())
@@ -368,11 +341,8 @@ class WorkingSet:
             self._await_all()
 
     def _make_room(self, count: int, due: int | None = None) -> None:
-        """Evicts rows until `count` memory slots are free, or until no more rows may be evicted.
-
-        Args:
-            due: the step that needs the slots. Only rows that are not used before this step are evicted. None to evict
-                any rows.
+        """Evicts rows until `count` memory slots are free, or until no more rows may be evicted: if `due` is given,
+        only rows that are not used before this step.
         """
         more = True
         while more and (short := count - len(self._next_use.free)) > 0:
@@ -402,10 +372,8 @@ class WorkingSet:
         self._next_use.free_slots(slots)
 
     def _start_write(self, rows: Tensor, leave: Leave) -> None:
-        """Starts writing rows (K,) to storage. Their previous records must have been freed.
-
-        Args:
-            leave: function that starts copying the rows out of their slots into the given memory.
+        """Starts writing rows (K,), whose records have been freed, to storage. `leave` starts copying them out of their
+        slots.
         """
         while self._log.needs_empty_block(rows.numel()):
             self._empty_block()
@@ -464,12 +432,6 @@ class WorkingSet:
 
 
 def _copy_selected(records: Tensor, only: Tensor, into: Tensor | None) -> Leaving:
-    """Copies some of the given records. Returns a function that returns the copies.
-
-    Args:
-        records: (K, B), of B bytes each.
-        only: (L,) the indices of the records to copy.
-        into: memory for the copies, or None to allocate it.
-    """
+    """Copies the records `only` (L,) of the given ones (K, B) to `into`. Returns a function that returns the copies."""
     found = torch.index_select(records, 0, only, out=into)
     return lambda: found
