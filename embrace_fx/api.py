@@ -151,6 +151,6 @@ def save_full_state_dict(stateful: HasState | dict[str, Any], path: str | Path) 
     Rank 0 writes the file. If nothing is sharded, every calling rank writes it. Load the file with `torch.load(path,
     mmap=True)` and pass the result to `load_state_dict`: each rank then reads only its own columns.
     """
-    from embrace_fx.runtime.tables.whole_files import save_gathered  # noqa: PLC0415  (DTensor takes a while to import)
+    from embrace_fx.runtime.tables.state_dicts import save_gathered  # noqa: PLC0415  (DTensor takes a while to import)
 
     save_gathered(stateful if isinstance(stateful, dict) else stateful.state_dict(), Path(path))

@@ -22,10 +22,10 @@ from embrace_fx.runtime.probe.links import measure_links
 from embrace_fx.runtime.probe.probe import estimate_links
 from embrace_fx.runtime.ranks.failure import PeerFailure, failure_text
 from embrace_fx.runtime.step.runnable_phase import make_reader
-from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.pending_parameters import is_held_by_torch, memory_is_shared
 from embrace_fx.runtime.tables.table_shard import TableShard
+from embrace_fx.runtime.tables.update_rule import KnownOptimizers
 from embrace_fx.setup.context import Context
 from embrace_fx.setup.log import stage
 from embrace_fx.setup.options import Options

@@ -10,11 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embrace_fx.planning.tiering import lazily_initialized, open_working_sets, place_tiered, tiered_tables
 from embrace_fx.runtime.ranks.step_handshake import MessageFormat
-from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import cut_own_state
 from embrace_fx.runtime.tables.placement import broadcast_state, initialize_meta, shard_parameter, unshard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.state_dicts import cut_own_state
+from embrace_fx.runtime.tables.table import Member, Table
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.runtime.tiers.rows_ahead import RowsAhead
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, SlotRows, tables_larger_than_memory

@@ -20,16 +20,15 @@ from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
 from embrace_fx.runtime.tables.layouts import make_mesh, owned_slices
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.placement import shard_parameter
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, cut_own_shard, to_plain
 from embrace_fx.runtime.tables.update_rule import not_deferrable_error
 from embrace_fx.runtime.tiers.budget import Tier
 from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
-from embrace_fx.runtime.tiers.record_file import TierError
+from embrace_fx.runtime.tiers.record_file import TierError, measure_disk, measure_host
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column, Records
-from embrace_fx.runtime.tiers.storage_speed import measure_disk, measure_host
 from embrace_fx.runtime.tiers.tiered_table import REFUSAL, FileStorage, SlotRows, first_row_state
 from embrace_fx.runtime.tiers.working_set import ROWS_AT_ONCE, WorkingSet
 from embrace_fx.setup.context import Context

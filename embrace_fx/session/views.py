@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from embrace_fx.passes.scheduler.schedule_facts import compute_facts
 from embrace_fx.passes.step_memory import StepMemory
 from embrace_fx.runtime.launch.timeline import gather_timeline
-from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.session.eager_calls import EagerCalls
 from embrace_fx.session.programs import Programs
 from embrace_fx.setup.context import Context

@@ -29,7 +29,7 @@ from embrace_fx.runtime.launch.recorder import Clock, Recorder
 from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
-from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import TrainingGraph, Values
 from embrace_fx.vocabulary.modes import outside_of_modes
 from embrace_fx.vocabulary.operation_id import (

@@ -19,7 +19,7 @@ from embrace_fx.runtime.launch.launch_queue import LaunchQueue
 from embrace_fx.runtime.launch.recorder import Clock, Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Event, Streams, choose_streams
-from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 

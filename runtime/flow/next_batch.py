@@ -34,7 +34,7 @@ from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_bat
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
-from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.joined_table import JoinedTable
 from embrace_fx.vocabulary.operation_id import IDS, OperationId

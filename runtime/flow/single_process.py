@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from embrace_fx.runtime.kernels import padded_unique_ids
 from embrace_fx.runtime.launch.streams import Streams
 from embrace_fx.runtime.ranks.failure import PeerFailure
-from embrace_fx.runtime.tables.member import Member
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import op_name
 

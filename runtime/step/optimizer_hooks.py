@@ -31,14 +31,12 @@ from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.closures import MeanLoss, find_closure, with_closure
 from embrace_fx.runtime.step.delivery import in_supported_layouts
 from embrace_fx.runtime.step.row_norms import Step, sum_squares_over_ranks
-from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
 from embrace_fx.runtime.tables.local_storage import Rows
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import convert_loaded_state, state_dict_to_load, state_dict_with_shards
-from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.state_dicts import convert_loaded_state, state_dict_to_load, state_dict_with_shards
+from embrace_fx.runtime.tables.table import Member, Table
 from embrace_fx.runtime.tables.table_shard import TableShard
-from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
+from embrace_fx.runtime.tables.update_rule import DenseUpdate, KnownOptimizers, SparseUpdate
 from embrace_fx.vocabulary.exactness import ELEMENT_WISE, whole_table_reason
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad

@@ -22,7 +22,7 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.tables.member import Member
+    from embrace_fx.runtime.tables.table import Member
 
 _WRITTEN_TOO_LATE = (
     "the values() of a sharded table's sparse gradient were modified after the gradient had been used as a dense "
@@ -298,8 +298,10 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
     if first.layout.is_alone:
         return own
     power, reduce_op = norm_reduction(order)
-    totals = _reduce_numbers(first, [norm.pow(power) for norm in own], reduce_op)
-    return [total.pow(1.0 / power) for total in totals]
+    widest = max((norm.dtype for norm in own), key=lambda dtype: dtype.itemsize)
+    joined = torch.stack([norm.pow(power).to(widest) for norm in own])
+    first.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
+    return [total.to(norm.dtype).pow(1.0 / power) for total, norm in zip(joined.unbind(), own, strict=True)]
 
 
 def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
@@ -309,18 +311,6 @@ def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
     return order or 1.0, dist.ReduceOp.SUM
-
-
-def _reduce_numbers(
-    held: GradientStorage, values: Sequence[Tensor], reduce_op: dist.ReduceOp.RedOpType
-) -> list[Tensor]:
-    """Reduces 0-d tensors over the ranks of a gradient's table in one collective, in the widest of their dtypes.
-    Returns them in their own dtypes.
-    """
-    widest = max((value.dtype for value in values), key=lambda dtype: dtype.itemsize)
-    joined = torch.stack([value.to(widest) for value in values])
-    held.layout.reduce(joined, reduce_op, "" if joined.is_cuda else "norm")
-    return [total.to(value.dtype) for total, value in zip(joined.unbind(), values, strict=True)]
 
 
 # -- the gradients of several parameters ------------------------------------------------------------------------------

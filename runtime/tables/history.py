@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -192,18 +192,13 @@ def deferred_steps_class(
     """
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
-    if _count_tensors(options, _READ) or getattr(options["lr"], "requires_grad", False):
+    if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):
         return None
     if kind in (Adam, AdamW):
         return DeferredAdam if _can_defer_adam(options) else None
     if kind is SGD:
         return None if options["momentum"] != 0 and options["dampening"] != 0 else DeferredSGD
     return DeferredSGD if kind is RMSprop and options["weight_decay"] == 0 else None
-
-
-def _count_tensors(values: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Returns how many of the values with these names are tensors."""
-    return sum([isinstance(values.get(name), Tensor) for name in names])
 
 
 def _can_defer_adam(options: Mapping[str, Any]) -> bool:

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
 from embrace_fx.runtime.tables.local_storage import Rows
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.pending_parameters import PendingUpdates
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table import Member, Table
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.modes import outside_of_modes
 

@@ -179,15 +179,6 @@ class UpdateGroup:
         with outside_of_modes():
             self._apply_now()
 
-    @contextlib.contextmanager
-    def _mark_applying(self) -> Iterator[None]:
-        """Opens a context in which accesses to the parameters apply nothing, because updates are being applied."""
-        self._applies = True
-        try:
-            yield
-        finally:
-            self._applies = False
-
     def _pending_class(self, plain: type[nn.Parameter]) -> type[PendingParameter]:
         """Returns the subclass of `plain` and `PendingParameter` for parameters with pending updates."""
         bases = (PendingParameter,) if plain is nn.Parameter else (PendingParameter, plain)
@@ -230,16 +221,20 @@ class UpdateGroup:
             # A step or another thread is already applying the updates.
             if self.inside or self._applies or not self.is_open:
                 return
-            with self.states_aside(), self._mark_applying():
-                if threading.get_ident() == self._opener:
+            self._applies = True
+            try:
+                with self.states_aside():
+                    if threading.get_ident() == self._opener:
+                        self.close()
+                        self._apply()
+                        return
+                    # In another thread, keep the parameters armed until the updates are applied. The training thread
+                    # then waits at its next access, even in zero_grad().
+                    with torch._C.DisableTorchFunctionSubclass():
+                        self._apply()
                     self.close()
-                    self._apply()
-                    return
-                # In another thread, keep the parameters armed until the updates are applied. The training thread then
-                # waits at its next access, even in zero_grad().
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._apply()
-                self.close()
+            finally:
+                self._applies = False
 
 
 class PendingUpdates:

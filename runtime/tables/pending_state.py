@@ -11,21 +11,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.vocabulary.proxies import forward_methods
 
-_LOOKS = (
-    *(
-        "__getitem__",
-        "__setitem__",
-        "__delitem__",
-        "__contains__",
-        "__iter__",
-        "__len__",
-        "__eq__",
-        "__ne__",
-        "__repr__",
-    ),
-    *("__reversed__", "__or__", "__ror__", "__ior__", "keys", "values", "items", "get", "pop", "popitem", "setdefault"),
-    *("update", "clear", "copy"),
-)
+_LOOKS = [name for name in vars(dict) if name not in ("__new__", "__init__", "__getattribute__", "__hash__", "__doc__")]
 
 
 class PendingState(defaultdict[Any, Any]):

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.layouts import make_mesh, own_slices, scatter_table
-from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import gather_state
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.state_dicts import gather_state
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, become_whole
 from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.random_state import restored_random_state

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tables.history import History
-from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
 from embrace_fx.runtime.tables.own_step import has_row_values
+from embrace_fx.runtime.tables.state_dicts import read_state, write_state
 from embrace_fx.runtime.tables.table_shard import TableShard
 
 if TYPE_CHECKING:
-    from embrace_fx.runtime.tables.member import Member
+    from embrace_fx.runtime.tables.table import Member
 
 _LOCAL, _PARAMETER, _HELD_LOCAL = map(attrgetter, ("parameter.held.local", "parameter", "held.local"))
 _VERSION = attrgetter("_version")

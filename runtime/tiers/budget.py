@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
-from embrace_fx.runtime.tiers.record_log import NUMBER_BYTES, block_size
+from embrace_fx.runtime.tiers.record_file import NUMBER_BYTES, block_size
 from embrace_fx.runtime.tiers.records import Column, Records
 
 PLACE_BYTES = 4

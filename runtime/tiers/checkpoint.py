@@ -27,8 +27,7 @@ from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.runtime.tables.optimizer_state import convert_loaded_state, to_user_state
-from embrace_fx.runtime.tables.state_dicts import gather_state_dict
+from embrace_fx.runtime.tables.state_dicts import convert_loaded_state, gather_state_dict, to_user_state
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import WEIGHTS, Column, Records
 from embrace_fx.runtime.tiers.slot_history import NO_HISTORIES, ClosedHistory, align_parts, read_histories
@@ -93,19 +92,14 @@ def load(
             group.update(options)
         for number, parameter in enumerate(_parameters(optimizer)):
             if number in saved["state"]:
-                there = {
-                    k: v.to(parameter.device) if _is_on_parameter_device(v) else v
-                    for k, v in saved["state"][number].items()
+                there = {  # step counters belong on the host
+                    key: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in saved["state"][number].items()
                 }
                 own = convert_loaded_state(parameter, there, state)
                 optimizer.state[parameter] = own
             elif not any(parameter is table.member.parameter for table in beyond.values()):
                 optimizer.state.pop(parameter, None)
-
-
-def _is_on_parameter_device(value: Any) -> bool:
-    """Returns whether a value of optimizer state belongs on its parameter's device, rather than on the host."""
-    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Stores records, each a row's weights and optimizer state, in a file, or in host memory for a device.
+"""Stores records, each a row's weights and optimizer state, in a file, or in host memory for a device. Measures both.
 
 Contract
     The file has no name. It disappears with its process and cannot be mistaken for a checkpoint. Its length covers all
@@ -14,15 +14,17 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import time
 import weakref
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.tiers.records import Records
+from embrace_fx.runtime.tiers.records import WEIGHTS, Records
 
 
 class TierError(RuntimeError):
@@ -170,3 +172,166 @@ class HostRecords:
 
     def needs_empty_block(self, count: int) -> bool:
         return False
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+READ_ROWS, APART_BYTES, WRITTEN_BYTES = 128, 1 << 20, 1 << 20
+"""The number of rows to read; their distance, so that no two share a page; the bytes of one write."""
+
+
+def measure_disk(directory: str | Path, records: Records) -> tuple[float, float]:
+    """Measures the disk of a folder without the kernel's page cache, for records of this format. Returns (milliseconds
+    to read a row, milliseconds to write a row). Raises `TierError` if rows cannot be written or read.
+    """
+    apart, run = -(-APART_BYTES // records.nbytes), max(1, WRITTEN_BYTES // records.nbytes)
+    file = RecordFile(directory, "a probe", READ_ROWS * apart + run, records)
+    rows = torch.arange(0, READ_ROWS * apart, apart, device="cpu")
+    file.write(rows, _sample_records(rows, records))
+    os.fdatasync(file.descriptor)
+    written = torch.arange(run, device="cpu")
+    packed, written = _sample_records(written, records), written + READ_ROWS * apart
+    began = time.perf_counter()
+    file.write(written, packed)
+    os.fdatasync(file.descriptor)
+    write_ms = (time.perf_counter() - began) * 1e3 / run
+    os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    began = time.perf_counter()
+    file.read(rows)
+    return (time.perf_counter() - began) * 1e3 / READ_ROWS, write_ms
+
+
+def measure_host(records: Records) -> tuple[float, float]:
+    """Returns (milliseconds to gather a row from host memory into pinned memory, milliseconds to write a row back)."""
+    apart = -(-APART_BYTES // records.nbytes)
+    rest, rows = HostRecords(READ_ROWS * apart, records), torch.arange(0, READ_ROWS * apart, apart, device="cpu")
+    packed, took_ms = _sample_records(rows, records), (0.0, 0.0)
+    for _ in range(2):  # the first run also allocates memory
+        began = time.perf_counter()
+        rest.write(rows, packed)
+        written = time.perf_counter()
+        rest.read(rows)
+        took_ms = (time.perf_counter() - written) * 1e3 / READ_ROWS, (written - began) * 1e3 / READ_ROWS
+    return took_ms
+
+
+def _sample_records(rows: Tensor, records: Records) -> Tensor:
+    """Returns records with the ids `rows` (K,) and initial values, for a measurement."""
+    return records.pack(rows, {WEIGHTS: records.columns[WEIGHTS].filled(rows.numel())})
+
+
+# -- record numbers ----------------------------------------------------------------------------------------------------
+
+
+_SPARE = 1.5
+"""Capacity of the file as a multiple of the records, so that some block has a third of its numbers free."""
+_FEW = 16
+"""Number of blocks below which less than a quarter may be in use."""
+
+_BLOCK_BYTES, _BLOCKS = 1 << 18, 64
+"""Maximum bytes of a block, and minimum number of blocks unless the file is small."""
+_FEWEST = 8
+"""Minimum records of a block."""
+NUMBER_BYTES = 14 * _SPARE
+"""Bytes of bookkeeping per block: its numbers in use, whether it is full, its place in the list of empty blocks, and a
+temporary of the search for the sparsest."""
+
+
+def block_size(record_bytes: int, records: int) -> int:
+    """Returns the number of records per block of a file with `records` records."""
+    return max(_FEWEST, min(_BLOCK_BYTES // record_bytes, records // _BLOCKS))
+
+
+class RecordLog:
+    """Assigns record numbers (places in a log-structured file), so that a batch of rows needs few writes.
+
+    A record is never overwritten: it gets a new number, and its old one is freed. Numbers are grouped in blocks, and a
+    block without used numbers is reused. If fewer than a quarter of the numbers up to the highest are in use, or no
+    block is free, the caller empties the block with the fewest records (`emptiest_block`) by moving them.
+
+        block 0  [a . . d]   block 1  [. f . .]   block 2  [i j       take(3) -> 10, 11 and, block 1 emptied, 4
+
+    Args:
+        records: the maximum number of records in use.
+        at_once: the maximum number of record numbers assigned at once.
+        block: the number of records per block.
+    """
+
+    def __init__(self, records: int, at_once: int, block: int) -> None:
+        self.block = block
+        self._blocks = int(_SPARE * records) // block + at_once // block + 4
+        self._in_use = torch.zeros(self._blocks, dtype=torch.int32, device="cpu")
+        self._full = torch.zeros(self._blocks, dtype=torch.bool, device="cpu")
+        self._count = 0  # how many record numbers are in use
+        self._begun = 0  # how many blocks have been used so far
+        self._empty = array("i")
+        self._next, self._end = 0, 0  # the next number in the current block, and the block's end
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of memory for bookkeeping."""
+        return self._in_use.nbytes + self._full.nbytes + self._blocks * self._empty.itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of records that the file can hold."""
+        return self._blocks * self.block
+
+    def needs_empty_block(self, count: int) -> bool:
+        """Returns whether a block must be emptied before `count` record numbers can be assigned."""
+        short = count - (self._end - self._next) - (len(self._empty) - 1) * self.block
+        begins = -(-short // self.block)
+        if begins <= 0:
+            return False
+        begun = self._begun + begins
+        return begun > self._blocks or (begun > _FEW and begun * self.block > 4 * (self._count + count))
+
+    def take_numbers(self, rows: Tensor) -> Tensor:
+        """Assigns a free record number to each of rows (K,), consecutive where possible. Returns the numbers (K,)."""
+        found: list[range] = []
+        count = rows.numel()
+        self._count += count
+        while count:
+            if self._next == self._end:
+                self._open_block()
+            run = range(self._next, min(self._end, self._next + count))
+            self._in_use[run.start // self.block] += len(run)
+            self._next, count = run.stop, count - len(run)
+            found.append(run)
+        return concatenate_runs(found)
+
+    def free_numbers(self, numbers: Tensor) -> None:
+        """Makes record numbers (K,) free again."""
+        if not numbers.numel():
+            return
+        blocks, counts = (numbers // self.block).unique(return_counts=True)
+        self._in_use[blocks] -= counts.to(torch.int32)
+        self._count -= numbers.numel()
+        empty = blocks[(self._in_use[blocks] == 0) & self._full[blocks]]
+        self._full[empty] = False
+        self._empty.extend(empty.tolist())
+
+    def emptiest_block(self) -> range:
+        """Returns the record numbers of the full block with the fewest records in use."""
+        in_use = self._in_use[: self._begun].masked_fill(~self._full[: self._begun], self.block + 1)
+        first = int(in_use.argmin()) * self.block
+        return range(first, first + self.block)
+
+    def _open_block(self) -> None:
+        """Chooses an empty block, or adds a new one, for the next records."""
+        if self._end:
+            last = (self._end - 1) // self.block
+            if int(self._in_use[last]):
+                self._full[last] = True
+            else:
+                self._empty.append(last)
+        if self._empty:
+            opened = self._empty.pop()
+        else:
+            opened, self._begun = self._begun, self._begun + 1
+        self._next, self._end = opened * self.block, (opened + 1) * self.block
+
+
+def concatenate_runs(runs: Sequence[range]) -> Tensor:
+    """Returns the numbers in several ranges as one tensor (K,)."""
+    return torch.cat([torch.arange(r.start, r.stop, dtype=torch.int32, device="cpu") for r in (range(0), *runs)])

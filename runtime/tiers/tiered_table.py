@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.member import Member
-from embrace_fx.runtime.tables.optimizer_state import read_state, write_state
 from embrace_fx.runtime.tables.own_step import State, first_state, has_row_values, hyperparameters
 from embrace_fx.runtime.tables.row_store import JoinedState, RowStore
-from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.state_dicts import read_state, write_state
+from embrace_fx.runtime.tables.table import Member, Table
 from embrace_fx.runtime.tiers.initial import InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import TierError
 from embrace_fx.runtime.tiers.records import TAKEN, WEIGHTS, Column

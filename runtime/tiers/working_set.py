@@ -28,14 +28,19 @@ from torch import Tensor
 
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.tiers.budget import memory_bytes, transfer_rows
-from embrace_fx.runtime.tiers.eviction_policy import EvictionPolicy
 from embrace_fx.runtime.tiers.file_thread import FileThread, ReadResult
 from embrace_fx.runtime.tiers.initial import InitialValuesOfTables
-from embrace_fx.runtime.tiers.record_file import HostRecords, RecordFile, TierError
-from embrace_fx.runtime.tiers.record_log import RecordLog, block_size, concatenate_runs
+from embrace_fx.runtime.tiers.record_file import (
+    HostRecords,
+    RecordFile,
+    RecordLog,
+    TierError,
+    block_size,
+    concatenate_runs,
+)
 from embrace_fx.runtime.tiers.records import Column, Records
 from embrace_fx.runtime.tiers.slot_history import ClosedHistories
-from embrace_fx.runtime.tiers.slots import Leave, Leaving, make_slots
+from embrace_fx.runtime.tiers.slots import EvictionPolicy, Leave, Leaving, make_slots
 
 ROWS_AT_ONCE = 1 << 13
 """Rows per block in a loop over all rows."""

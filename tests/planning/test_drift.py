@@ -19,7 +19,7 @@ from embrace_fx.passes.planner.plan_fit import used_parameters
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.replanning import CONFIRMED_BY, LOOK_EVERY, SparsityMonitor
 from embrace_fx.planning.findings import collect_facts
-from embrace_fx.runtime.tables.known_optimizers import KnownOptimizers
+from embrace_fx.runtime.tables.update_rule import KnownOptimizers
 from tests.support.drifting import LINKS, OTHER, ROWS, TABLE, batch, make
 from tests.support.graphs import analysed
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import embrace_fx
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.table_shard import TableShard, become_shard
 from embrace_fx.runtime.tiers.initial import InitialValues, InitialValuesOfTables
 from embrace_fx.runtime.tiers.record_file import RecordFile

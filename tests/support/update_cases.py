@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from embrace_fx.runtime.kernels import decay
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table import Member
 from tests.support.kernel_values import Put, assert_near, assert_same, plain, random
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [

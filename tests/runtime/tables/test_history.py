@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table import Table
+from embrace_fx.runtime.tables.table import Member, Table
 from embrace_fx.runtime.tables.table_shard import become_shard
 from embrace_fx.runtime.tables.update_rule import DeferredUpdate
 from embrace_fx.vocabulary.joined_table import JoinedTable

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.update_rule import (
     DeferredUpdate,
     DenseUpdate,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Rprop, SparseAdam
 
 from embrace_fx.runtime.tables import own_step
-from embrace_fx.runtime.tables.member import Member
 from embrace_fx.runtime.tables.own_step import State
 from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.update_rule import DenseUpdate, SparseUpdate
 from tests.support.definitions import DTYPES, EXACT, LAZY, STEPS, D, Definition, V
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.tiers.initial import normal_rows
-from embrace_fx.runtime.tiers.record_file import RecordFile, TierError
-from embrace_fx.runtime.tiers.record_log import RecordLog
+from embrace_fx.runtime.tiers.record_file import RecordFile, RecordLog, TierError
 from embrace_fx.runtime.tiers.records import Column, Records
 from tests.support.golden import check_transcript, run_lines
 
@@ -118,5 +117,5 @@ def test_first_values_are_normal_and_do_not_depend_on_their_company() -> None:
 
 
 def test_bookkeeping_does_what_its_transcript_shows() -> None:
-    modules = ("budget", "eviction_policy", "initial", "record_file", "record_log", "records", "slot_history")
+    modules = ("budget", "initial", "record_file", "records", "slots", "slot_history")
     check_transcript("tiers", partial(run_lines, "tiers", (*modules, "working_set")))
