@@ -1,4 +1,4 @@
-"""Computes which rows and columns of a sharded table each rank owns, and moves shards between layouts.
+"""Computes which rows and columns of a sharded table each rank owns, and scatters tables.
 
 By columns, a rank has the columns that torch.chunk gives it, which `torch.distributed.checkpoint` can re-shard. On a
 `Grid`, a rank has some columns of the rows with id % rows == r.
@@ -79,44 +79,3 @@ def scatter_table(table: Tensor, group: dist.ProcessGroup, grid: Grid | None) ->
         if piece.numel():
             send_one(piece, r, group)
     return table[parts[0]].clone(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def regrid(local: Tensor, shape: Sequence[int], old: Grid, new: Grid, group: dist.ProcessGroup) -> Tensor:
-    """Changes the grid on which a table is sharded, by an AlltoAll. Returns this rank's new shard. Collective.
-
-    Args:
-        local: this rank's old shard.
-        shape: the shape (V, D) of the whole table.
-    """
-    if goes_through_host(local, group):
-        return regrid(local.cpu(), shape, old, new, group).to(local.device)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    had, wanted = ([owned_slices(shape, grid, r) for r in range(size)] for grid in (old, new))
-    sent = [local[_relative_to(had[rank], _intersection(had[rank], each))].reshape(-1) for each in wanted]
-    places = [_relative_to(wanted[rank], _intersection(each, wanted[rank])) for each in had]
-    moved = local.new_empty([len(range(length)[own]) for length, own in zip(shape, wanted[rank], strict=True)])
-    receive_sizes = [moved[place].numel() for place in places]
-    received = local.new_empty((sum(receive_sizes),))
-    sent_sizes = [piece.numel() for piece in sent]
-    dist.all_to_all_single(received, torch.cat(sent), receive_sizes, sent_sizes, group=group)
-    for place, piece in zip(places, received.split(receive_sizes), strict=True):
-        moved[place] = piece.view(moved[place].shape)
-    return moved
-
-
-def _intersection(a: Slices, b: Slices) -> Slices:
-    """Returns the rows and columns that two shards have in common."""
-    first = max(a[1].start, b[1].start)
-    return a[0] if b[0].step == 1 else b[0], slice(first, max(first, min(a[1].stop, b[1].stop)))
-
-
-def _relative_to(part: Slices, common: Slices) -> Slices:
-    """Converts rows and columns of a table to indices into a shard.
-
-    Args:
-        part: the shard's rows and columns.
-        common: the rows and columns to convert.
-    """
-    rows = common[0] if part[0].step == 1 else slice(None)
-    return rows, slice(common[1].start - part[1].start, common[1].stop - part[1].start)

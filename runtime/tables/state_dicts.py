@@ -23,12 +23,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.ranks.backends import goes_through_host
-from embrace_fx.runtime.ranks.messages import receive_one, send_one
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gather_whole
-from embrace_fx.vocabulary.ops import own_columns
+from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gather_rows, gather_whole
 
 if TYPE_CHECKING:
     from embrace_fx.runtime.ranks.communicator import Communicator
@@ -148,6 +145,74 @@ def gather_state_dict(state: Any) -> Any:
     return [gather_state_dict(each) for each in state] if isinstance(state, list) else state
 
 
+# -- whole tables in one file ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def save_gathered(state: dict[str, Any], path: Path) -> None:
+    """Saves a state dict to a file of plain tensors, as `torch.save` does, with sharded tables gathered from all ranks.
+    Collective, except if nothing is sharded: each calling rank then writes the same file.
+
+    Rank 0 first writes a file of the final size, under another name, then fills in each table block by block, and
+    renames the file last.
+    """
+    values = list(_tensors_in_order(state))
+    for each in values:
+        check_in_memory(each)
+    first = next((each.spread for each in values if isinstance(each, TableShard) and not each.spread.is_alone), None)
+    group = None if first is None else first.group
+    if first is not None:
+        first.wait_for_ranks()
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    writes = group is None or dist.get_rank(group) == 0
+    being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
+    places: list[Tensor | None] = [None] * len(values)
+    if writes:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(_with_placeholders(state), being_written)
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            places = list(_tensors_in_order(torch.load(being_written, mmap=True, weights_only=True)))
+    for value, place in zip(values, places, strict=True):
+        if isinstance(value, TableShard) and group is not None:
+            with value.spread.watching():
+                for at, rows in gather_rows(value):
+                    if place is not None:
+                        place[at : at + len(rows)] = rows
+        elif place is not None:
+            place.copy_(value)
+    if writes:
+        del places
+        with being_written.open("rb+") as file:
+            os.fsync(file.fileno())
+        being_written.replace(path)
+    if group is not None:
+        dist.barrier(group)  # after this call, every rank finds the file
+
+
+def _tensors_in_order(state: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a state dict, sorted by their keys as text, so that the order is equal on all ranks."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from _tensors_in_order(state[key])
+    elif isinstance(state, list | tuple):
+        for each in state:
+            yield from _tensors_in_order(each)
+
+
+def _with_placeholders(state: Any) -> Any:
+    """Returns a copy of the state dict with an uninitialized CPU tensor in place of each tensor."""
+    if isinstance(state, Tensor):
+        return torch.empty(state.shape, dtype=state.dtype, device="cpu")
+    if isinstance(state, dict):
+        return {key: _with_placeholders(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(_with_placeholders, state))
+    return state
+
+
 # -- the state of optimizers -------------------------------------------------------------------------------------------
 
 
@@ -256,92 +321,3 @@ def _numbered_parameters(optimizer: Optimizer, state_dict: dict[str, Any]) -> li
     numbers = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return list(zip(numbers, parameters, strict=False))
-
-
-# -- whole tables in one file ------------------------------------------------------------------------------------------
-
-
-_BLOCK_ELEMENTS = 1 << 20
-
-
-@torch.no_grad()
-def save_gathered(state: dict[str, Any], path: Path) -> None:
-    """Saves a state dict to a file, with sharded tables gathered from all ranks as plain tensors. Collective."""
-    values = list(_tensors_in_order(state))
-    for each in values:
-        check_in_memory(each)
-    first = next((each.spread for each in values if isinstance(each, TableShard) and not each.spread.is_alone), None)
-    group = None if first is None else first.group
-    if first is not None:
-        first.wait_for_ranks()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    writes = group is None or dist.get_rank(group) == 0
-    being_written = path.with_name(f"{path.name}.part" if group is not None else f"{path.name}.part-{rank}")
-    places: list[Tensor | None] = [None] * len(values)
-    if writes:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(_with_placeholders(state), being_written)
-        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-            places = list(_tensors_in_order(torch.load(being_written, mmap=True, weights_only=True)))
-    for value, place in zip(values, places, strict=True):
-        if isinstance(value, TableShard) and group is not None:
-            with value.spread.watching():
-                _gather_columns(value, place, group)
-        elif place is not None:
-            place.copy_(value)
-    if writes:
-        del places
-        with being_written.open("rb+") as file:
-            os.fsync(file.fileno())
-        being_written.replace(path)
-    if group is not None:
-        dist.barrier(group)  # after this call, every rank finds the file
-
-
-def _tensors_in_order(state: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a state dict, sorted by their keys as text, so that the order is equal on all ranks."""
-    if isinstance(state, Tensor):
-        yield state
-    elif isinstance(state, dict):
-        for key in sorted(state, key=str):
-            yield from _tensors_in_order(state[key])
-    elif isinstance(state, list | tuple):
-        for each in state:
-            yield from _tensors_in_order(each)
-
-
-def _with_placeholders(state: Any) -> Any:
-    """Returns a copy of the state dict with an uninitialized CPU tensor of the same shape in place of each tensor."""
-    if isinstance(state, Tensor):
-        return torch.empty(state.shape, dtype=state.dtype, device="cpu")
-    if isinstance(state, dict):
-        return {key: _with_placeholders(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(map(_with_placeholders, state))
-    return state
-
-
-def _gather_columns(part: TableShard, place: Tensor | None, group: dist.ProcessGroup) -> None:
-    """Gathers all ranks' columns of a table into a file, on the rank that writes it. Other ranks send theirs.
-    Collective.
-
-    Args:
-        place: the tensor (V, D) in the file, or None on other ranks.
-    """
-    size, local = dist.get_world_size(group), cut_own_shard(part, part.spread.by_columns())
-    by_host = goes_through_host(local, group)
-    rows_a_block = max(1, _BLOCK_ELEMENTS // max(1, part.shape[1]))
-    for block in local.split(rows_a_block) if place is None else ():
-        if block.numel():
-            send_one((block.cpu() if by_host else block).contiguous(), 0, group)
-    if place is None:
-        return
-    columns = [own_columns(part.shape[1], size, rank) for rank in range(size)]
-    place[:, slice(*columns[0])] = local
-    for rank in range(1, size):
-        width = columns[rank][1] - columns[rank][0]
-        for rows in place[:, slice(*columns[rank])].split(rows_a_block) if width else ():
-            block = local.new_empty((len(rows), width), device="cpu" if by_host else local.device)
-            receive_one(block, rank, group)
-            rows.copy_(block)

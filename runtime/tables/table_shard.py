@@ -13,7 +13,8 @@ Shape legend: V x D the table; V' x d a rank's part.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NoReturn
 
@@ -21,10 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from embrace_fx.runtime.tables.layouts import regrid
 from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
-from embrace_fx.vocabulary.plan import Grid
 from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods
 
 REFUSAL = (
@@ -339,20 +338,36 @@ def to_plain(tensor: Tensor) -> Tensor:
     return tensor.held.memory() if isinstance(tensor, TableShard) else tensor.detach()
 
 
-def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
-    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Tensors whose shape differs
-    from the table's are returned unchanged.
+def gather_rows(part: TableShard) -> Iterator[tuple[int, Tensor]]:
+    """Gathers a table block by block, so that no rank holds all of it. Yields (first row, whole rows) of each block, on
+    every rank. Collective.
+    """
+    (rows, columns), local = part.spread.axes, part.held.dense()
+    every = rows.own.step
+    size = every * max(1, _BLOCK_ELEMENTS // max(1, columns.size * every))
+    for first in range(0, rows.size, size):
+        count = min(size, rows.size - first)
+        block = replace(rows, size=count, own=range(rows.own.start, count, every))
+        own = local[first // every :][: len(block.own)]
+        yield first, part.spread.with_axes((block, columns)).whole(own)
 
-    Collective if the values are sharded in another layout than `layout`.
+
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
+    """Returns this rank's shard (V', d) of a table's values, which may be whole or sharded. Tensors of another shape
+    than the table are returned unchanged. Collective if the values are sharded in another layout than `layout`.
     """
     if value.shape != layout.shape:
         return value
     if isinstance(value, TableShard) and value.spread.fits(layout):
         return value.held.dense()
-    if isinstance(value, TableShard) and value.spread.is_table and value.spread.group is layout.group is not None:
-        layout.wait_for_ranks()
-        old, new = (each.grid or Grid(1, layout.group.size()) for each in (value.spread, layout))
-        return regrid(value.held.dense(), layout.shape, old, new, layout.group)
+    if isinstance(value, TableShard) and value.spread.is_table and layout.shape[0]:
+        (rows, columns), found = layout.axes, []
+        for first, block in gather_rows(value):
+            found.append(block[(rows.own.start - first) % rows.own.step :: rows.own.step, columns.index].clone())
+        return torch.cat(found)
     if isinstance(value, DTensor) and value.placements == (Shard(1),) and layout.mesh == value.device_mesh:
         local: Tensor = value.to_local()  # a DTensor of the same table, sharded by columns over the same ranks
         return local
