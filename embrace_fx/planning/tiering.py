@@ -19,9 +19,8 @@ from embrace_fx.cost.storage import Draws, RowMemory, StorageTier
 from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.memory.copies import PinnedCopies
 from embrace_fx.runtime.memory.resident import available_bytes
-from embrace_fx.runtime.tables.layouts import make_mesh, owned_slices
 from embrace_fx.runtime.tables.placement import shard_parameter
-from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout, make_mesh, owned_slices
 from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, cut_own_shard, to_plain
 from embrace_fx.runtime.tables.update_rule import not_deferrable_error

@@ -12,14 +12,18 @@ from embrace_fx.vocabulary.modes import outside_of_modes
 
 
 class LocalStorage:
-    """Stores this rank's shard of a tensor. All aliases of the tensor share it, and keep the object `keeps` alive."""
+    """Stores this rank's shard of a tensor. All aliases of the tensor share it, and keep the object `keeps` alive.
 
-    def __init__(self, local: Tensor, keeps: object = None) -> None:
+    Args:
+        no_writes: for a copy, the message of the error that a write raises.
+    """
+
+    def __init__(self, local: Tensor, keeps: object = None, no_writes: str = "") -> None:
         self.shape, self.dtype, self.device = local.shape, local.dtype, local.device
         self.local: Tensor | None = local
         self.on_use: Callable[[], None] | None = None
         """Called before each read or write while an update is pending."""
-        self._keeps = keeps
+        self._keeps, self._no_writes = keeps, no_writes
 
     def dense(self) -> Tensor:
         """Applies pending updates, and returns this rank's shard for reading."""
@@ -54,11 +58,13 @@ class LocalStorage:
             torch.autograd.graph.increment_version(self.local)
 
     def check_write(self) -> None:
-        """Raises `RuntimeError` if writes to this storage would be lost."""
+        """Raises `RuntimeError` if writes to this storage, a copy, would be lost."""
+        if self._no_writes:
+            raise RuntimeError(self._no_writes)
 
     def storage_of_view(self, view: Tensor) -> LocalStorage:
         """Returns a storage for `view`, a view of this storage's memory."""
-        return LocalStorage(view, self.viewer())
+        return LocalStorage(view, self.viewer(), self._no_writes)
 
     of_gradient = False
     """Whether this stores a gradient, which may be kept as single rows."""
@@ -99,20 +105,6 @@ class LocalStorage:
     def pinned(self) -> Tensor:
         """Returns this rank's shard as a tensor that the caller may keep and write."""
         return self.memory()
-
-
-class CopyStorage(LocalStorage):
-    """Stores a copy of a tensor. Writes to the copy raise `refusal`, because they would not reach the tensor."""
-
-    def __init__(self, local: Tensor, refusal: str) -> None:
-        super().__init__(local)
-        self._refusal = refusal
-
-    def check_write(self) -> None:
-        raise RuntimeError(self._refusal)
-
-    def storage_of_view(self, view: Tensor) -> LocalStorage:
-        return CopyStorage(view, self._refusal)
 
 
 Rows = tuple[Tensor, Tensor]

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from embrace_fx.runtime.ranks.communicator import Communicator
-from embrace_fx.runtime.tables.layouts import make_mesh, own_slices, scatter_table
-from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout, make_mesh, own_slices, scatter_table
 from embrace_fx.runtime.tables.state_dicts import gather_state
 from embrace_fx.runtime.tables.table import Member
 from embrace_fx.runtime.tables.table_shard import TableShard, become_shard, become_whole

@@ -70,12 +70,10 @@ class RowStore:
         return ids
 
     def record(self, ids: Tensor, host_ids: Tensor) -> None:
-        """Records that `host_ids`, on the host, include all of `ids` (K,), on the device. Only tables larger than
-        memory need this.
-        """
+        """Records that the host has `host_ids`, which include all of `ids` (K,), for tables larger than memory."""
 
     def record_rows(self, ids: Tensor, rows: Tensor) -> None:
-        """Records that `rows`, on the host, are the rows that `ids` (K,), on the device, will look up."""
+        """Records, as `record` does, that `rows` include all of `ids` (K,), and that a lookup of them follows."""
 
     @property
     def state(self) -> Mapping[str, Any]:

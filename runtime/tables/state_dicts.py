@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.runtime.tables.table_shard import TableShard, cut_own_shard, gather_rows, gather_whole
 
@@ -73,7 +73,7 @@ def to_state_dict_form(part: TableShard) -> Tensor:
         return part
     if part.spread.grid is not None:
         layout = part.spread.by_columns()
-        part = part.like(CopyStorage(cut_own_shard(part, layout), _OF_A_GRID), layout)
+        part = part.like(LocalStorage(cut_own_shard(part, layout), no_writes=_OF_A_GRID), layout)
     return part.to_dtensor() if _will_be_gathered() else part
 
 

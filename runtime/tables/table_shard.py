@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from embrace_fx.runtime.tables.local_storage import CopyStorage, LocalStorage
+from embrace_fx.runtime.tables.local_storage import LocalStorage
 from embrace_fx.runtime.tables.shard_layout import Layout
 from embrace_fx.vocabulary.proxies import READ_MEMORY, NoStorage, forward_methods
 
@@ -82,7 +82,7 @@ class TableShard(Tensor):
         return f"{self.kind}the sharded {self.spread.name}"
 
     def refused(self, asked: str) -> RuntimeError:
-        """Returns the error for an operation, named by `asked`, that shards do not support."""
+        """Returns the error for an operation that shards do not support."""
         return self.spread.report(
             RuntimeError(
                 f"{_without_namespace(asked)} is not supported on {self.what}, because each rank has only a part of "
@@ -97,9 +97,7 @@ class TableShard(Tensor):
         return self.spread.report(TypeError(REFUSAL.format(f"a part of {self.what}")))
 
     def not_reduced_error(self, asked: str) -> RuntimeError:
-        """Returns the error for an operation, named by `asked`, that reads a gradient before it is reduced over
-        ranks.
-        """
+        """Returns the error for an operation that reads a gradient before it is reduced over ranks."""
         return RuntimeError(
             f"{_without_namespace(asked)} cannot read {self.what} yet: under no_sync(), gradients are accumulated but "
             "not averaged over ranks. Read the gradient after the next backward outside of no_sync(), or do not shard "
@@ -157,7 +155,7 @@ class TableShard(Tensor):
         """Returns the whole table as an array: writable if it shares the shard's memory, read-only if it is a copy.
         Collective if the table is sharded.
         """
-        own = self.spread.is_alone and not isinstance(self.held, CopyStorage)
+        own = self.spread.is_alone
         array = (self.held.memory() if own else self.full_tensor()).numpy(force=force)
         array.flags.writeable = own
         return array
@@ -169,16 +167,6 @@ class TableShard(Tensor):
         """Applies a Python function to each of this rank's values, in place."""
         self.held.memory().apply_(function)
         self.held.record_write()
-        return self
-
-    def map_(self, *given: Any) -> TableShard:
-        """Applies `Tensor.map_` in place if this rank has the whole table, otherwise raises."""
-        self._require_whole("map_()").map_(*given)
-        return self
-
-    def map2_(self, *given: Any) -> TableShard:
-        """Applies `Tensor.map2_` in place if this rank has the whole table, otherwise raises."""
-        self._require_whole("map2_()").map2_(*given)
         return self
 
     def share_memory_(self) -> TableShard:
@@ -203,9 +191,7 @@ class TableShard(Tensor):
         return self.to_local()
 
     def to_dtensor(self) -> DTensor:
-        """Returns this rank's shard as a DTensor with the same memory. Raises if the table is not sharded by
-        columns.
-        """
+        """Returns this rank's shard as a DTensor with the same memory. Raises if it is not sharded by columns."""
         layout, shape = self.spread, self.shape
         if layout.mesh is None or layout.grid is not None or not layout.is_table:
             raise self.spread.report(
@@ -219,8 +205,8 @@ class TableShard(Tensor):
         )
 
     def data_ptr(self) -> int:
-        """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save. Otherwise
-        raises if the table is sharded.
+        """Returns the address of the memory, or 0 while a state dict is staged for an asynchronous save. Raises if the
+        table is sharded.
         """
         return 0 if _is_staged() else self._require_whole("data_ptr()").data_ptr()
 
@@ -229,12 +215,7 @@ class TableShard(Tensor):
         return torch.empty_like(self, **options) if _is_staged() else super().new_empty(*size, **options)
 
     def _require_whole(self, asked: str) -> Tensor:
-        """Returns the values if this rank has the whole table. Otherwise raises the error for an operation that needs
-        them.
-
-        Args:
-            asked: the operation.
-        """
+        """Returns the values if this rank has the whole table. Otherwise raises the error for the operation `asked`."""
         if not self.spread.is_alone:
             raise self.refused(asked)
         return self.held.memory()
@@ -242,6 +223,8 @@ class TableShard(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         if self.spread.is_alone:
             return repr(self.held.dense())
+        if not self.spread.sharded:
+            return f"TableShard(a view of {self.what}, {tuple(self.shape)})"
         return f"TableShard({self.what}, {tuple(self.shape)}, on this rank {self.held.dense()!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableShard:
@@ -264,20 +247,18 @@ class TableShard(Tensor):
 
 forward_methods(
     TableShard,
-    [name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr")],
+    ["map_", "map2_", *(name for name in READ_MEMORY if name not in ("numpy", "__array__", "tolist", "data_ptr"))],
     lambda part, name: part._require_whole(f"{name}()"),
 )
 
 
 def _without_namespace(asked: str) -> str:
-    """Returns the name of an operation for error messages: `mul()` for the op `aten::mul`, and any other text
-    unchanged.
-    """
+    """Returns `mul()` for the op `aten::mul`, and any other text unchanged."""
     return f"{asked.rsplit('::', maxsplit=1)[-1]}()" if "::" in asked else asked
 
 
 def _is_staged() -> bool:
-    """Returns whether a caller is staging a state dict for an asynchronous save, which copies shards unchanged."""
+    """Returns whether a caller stages a state dict for an asynchronous save, which copies shards unchanged."""
     return sys._getframe(2).f_globals.get("__name__") in _STAGING
 
 
@@ -294,20 +275,12 @@ def become_shard(parameter: nn.Parameter, local: Tensor, layout: Layout) -> None
 
 
 def become_whole(parameter: nn.Parameter, whole: Tensor, name: str) -> None:
-    """Turns a shard into the whole parameter, in place.
-
-    Args:
-        name: the table's name, for errors.
-    """
+    """Turns a shard into the whole parameter, in place. Errors name the table `name`."""
     _swap(parameter, nn.Parameter(whole, parameter.requires_grad), name)
 
 
 def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
-    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, but allows other references to them.
-
-    Args:
-        name: the table's name, for the error of a backward that started before the swap.
-    """
+    """Swaps the contents of two parameters, like `torch.utils.swap_tensors`, but allows other references to them."""
     gradient, parameter.grad = parameter.grad, None
     # Keep attributes that users have set on the parameter.
     own = {key: value for key, value in vars(parameter).items() if key not in _OF_A_PART}
@@ -321,9 +294,7 @@ def _swap(parameter: nn.Parameter, other: nn.Parameter, name: str) -> None:
 
 
 def _raise_stale_backward(name: str, gradients: object) -> NoReturn:
-    """Raises the error for the backward of a loss that was computed before the table was sharded or unsharded. Used as
-    a hook of autograd.
-    """
+    """Raises, as a hook of autograd, for the loss of a table that has been sharded or unsharded since."""
     raise RuntimeError(
         f"backward(): the loss was computed from {name} before the table was sharded or made whole, which replaced the "
         "parameter's memory. Call the model first, and then compute the loss."
@@ -375,5 +346,5 @@ def cut_own_shard(value: Tensor, layout: Layout) -> Tensor:
 
 
 def gather_whole(value: Any) -> Any:
-    """Gathers the whole tensor of a shard or DTensor from all ranks. Returns other values unchanged. Collective."""
+    """Gathers a shard or DTensor from all ranks: collective. Returns other values unchanged."""
     return value.full_tensor() if isinstance(value, TableShard | DTensor) else value

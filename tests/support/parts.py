@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 import embrace_fx
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.tables.gradient_storage import GradientStorage
-from embrace_fx.runtime.tables.layouts import make_mesh
 from embrace_fx.runtime.tables.local_storage import LocalStorage
-from embrace_fx.runtime.tables.shard_layout import Layout
+from embrace_fx.runtime.tables.shard_layout import Layout, make_mesh
 from embrace_fx.runtime.tables.table_shard import TableShard
 from embrace_fx.vocabulary.plan import Grid
 
