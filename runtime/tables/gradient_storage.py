@@ -198,9 +198,7 @@ class GradientStorage(LocalStorage):
         return self.local
 
     def shown_rows(self) -> Rows | None:
-        """Returns the stored ids and rows, which the caller may write, or None if a dense gradient has views or is of
-        all rows.
-        """
+        """Returns the stored ids and rows to write. Returns None if a dense gradient has views or is of all rows."""
         self.wait()
         if self.local is not None and (self._read is None or self._viewer() is not None):
             return None
@@ -252,9 +250,7 @@ class GradientStorage(LocalStorage):
         return other
 
     def norm(self, order: float) -> Tensor:
-        """Returns the norm of the whole gradient over all ranks. Collective: the first call reduces the norms of all
-        tables.
-        """
+        """Returns the norm of the whole gradient. Collective: the first call reduces the norms of all tables."""
         own = self._known_norms()
         if order not in own:
             known = [held for held in self._siblings() if order not in held._known_norms()]
@@ -305,9 +301,7 @@ def _reduce_norms(gradients: Sequence[GradientStorage], order: float) -> list[Te
 
 
 def norm_reduction(order: float) -> tuple[float, dist.ReduceOp.RedOpType]:
-    """Returns how to combine the norms of shards: the power to which each rank raises its norm, and the reduction of
-    these.
-    """
+    """Returns the power to which each rank raises the norm of its shard, and the reduction of these powers."""
     if abs(order) == float("inf"):
         return 1.0, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
     return order or 1.0, dist.ReduceOp.SUM
@@ -373,9 +367,7 @@ class TableGradient:
         return found
 
     def _are_free(self) -> bool:
-        """Returns whether no code has read the gradient objects or refers to them, so that the next backward can reuse
-        them.
-        """
+        """Returns whether no code has read the gradient objects or refers to them, so that they can be reused."""
         late, (alone, of_gradient) = self._late, _ALONE
         for member, parameter, part, held in self._given:
             if member.parameter is not parameter or parameter.grad is not None:
@@ -405,9 +397,7 @@ class TableGradient:
         return sum([member.waits_for(late) for member in self._members])
 
     def rows(self) -> Rows | None:
-        """Returns the ids and rows of the gradient of all parameters, or None if the training loop has changed a
-        `.grad`.
-        """
+        """Returns ids and rows of the gradient of all parameters, or None if the loop has changed a `.grad`."""
         if self._rows is None or self._late is None or self.count_in_flight(self._late) < len(self._members):
             self._rows = None
         return self._rows

@@ -107,9 +107,7 @@ class History:
                 each.apply_deferred(own)
 
     def _split_by_member(self, places: Tensor) -> Iterator[tuple[History, Tensor]]:
-        """Yields the history of each table in a joined table, with its share of `places` (K,), relative to its first
-        row.
-        """
+        """Yields the history of each table, and its share of `places` (K,) as its own row numbers."""
         firsts = torch.tensor([each._first for each in self._members[1:]], device=places.device)
         of = torch.bucketize(places, firsts, right=True)
         for k, each in enumerate(self._members):
@@ -187,9 +185,7 @@ _READ = ("momentum", "dampening", "weight_decay", "eps", "alpha")
 def deferred_steps_class(
     kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype
 ) -> type[SkippedSteps] | None:
-    """Returns the class that represents deferred steps of an optimizer with these options, or None if it cannot defer
-    them.
-    """
+    """Returns the class for deferred steps of an optimizer with these options, or None if it cannot defer them."""
     if dtype not in (torch.float32, torch.float64) or options.get("differentiable") or options.get("capturable"):
         return None
     if any(isinstance(options.get(name), Tensor) for name in _READ) or getattr(options["lr"], "requires_grad", False):

@@ -103,9 +103,7 @@ class GatheredTable:
     steps: int
 
     def is_current(self, local: Tensor, steps: int) -> bool:
-        """Returns whether the copy still has the current values of the shard `local`, after `steps` optimizer steps in
-        all.
-        """
+        """Returns whether the copy has the current values of the shard `local`, after `steps` optimizer steps."""
         return (local.data_ptr(), local._version, steps) == (self.local.data_ptr(), self.version, self.steps)
 
 
@@ -159,9 +157,7 @@ class ModelState:
         return [*self.spaces.values(), *[table for table in self.tables.values() if id(table) not in joined]]
 
     def group_by_joined_table(self, tables: Iterable[Member]) -> Iterator[tuple[Table, Rows]]:
-        """Yields (joined table or table, its gradient as ids and rows). Tables are joined if one update can replace
-        theirs.
-        """
+        """Yields (table, its gradient as ids and rows), with tables joined that one update can change together."""
         left = {id(table): table for table in tables}
         for space in self.spaces.values() if left else ():
             own = list(map(id, space.members))

@@ -122,9 +122,7 @@ def step_groups(
 
 
 def _step_without_wrapper(step: Any, optimizer: Optimizer) -> None:
-    """Runs the `step` of an optimizer's class with gradients disabled, without the overhead of torch's decorator for
-    this.
-    """
+    """Runs an optimizer's `step` with gradients disabled, without the overhead of torch's decorator for this."""
     switches = getattr(getattr(step, "__code__", None), "co_name", "") == "_use_grad"
     if not switches or optimizer.defaults["differentiable"]:
         step(optimizer)
@@ -267,18 +265,14 @@ def counters_after(optimizer: Optimizer, options: Mapping[str, Any], local: Tens
 
 @cached_by_options
 def state_names(optimizer_class: type[Optimizer], options: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the state entries that steps of an optimizer class need, or an empty set if `first_state`
-    does not support the class.
-    """
+    """Returns the names of the state entries that a class needs, or none if `first_state` does not support it."""
     if optimizer_class not in ELEMENT_WISE and optimizer_class is not RowWiseAdagrad:
         return frozenset()
     return frozenset(_state_of_row(optimizer_class, options, options, torch.zeros((1, 1), device="cpu")))
 
 
 def first_state(optimizer: Optimizer, options: Mapping[str, Any], local: Tensor) -> State:
-    """Returns the optimizer state of a shard (V', d) before its first step. Supports classes in `ELEMENT_WISE` and
-    RowWiseAdagrad.
-    """
+    """Returns the state of a shard (V', d) before the first step, for `ELEMENT_WISE` classes and RowWiseAdagrad."""
     row = local.new_zeros((1, *local.shape[1:]))
     found = _state_of_row(type(optimizer), options, optimizer.defaults, row)
     return {k: v.expand(local.shape[: v.dim()]).clone() if has_row_values(v, 1) else v for k, v in found.items()}

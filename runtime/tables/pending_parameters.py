@@ -333,9 +333,7 @@ class PendingUpdates:
 
     @contextlib.contextmanager
     def _with_plain_states(self) -> Iterator[None]:
-        """Opens a context in which optimizers have their own states. Guards them again at its end if updates are
-        pending.
-        """
+        """Opens a context in which optimizers have their own states, guarded again after it if updates are pending."""
         self.restore_states()
         try:
             yield
@@ -398,9 +396,7 @@ def memory_is_shared(parameters: Sequence[Tensor], own: Iterable[Tensor] = ()) -
 
 
 def is_held_by_torch(parameter: Tensor) -> bool:
-    """Returns whether C++ code of torch, such as a TorchScript module, refers to a parameter, and may read it
-    unnoticed.
-    """
+    """Returns whether C++ code of torch, such as a TorchScript module, refers to a parameter."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
     uses: int = parameter._use_count()  # type: ignore[attr-defined]
     return uses > (1 if node is None else 2)

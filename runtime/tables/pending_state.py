@@ -15,9 +15,7 @@ _LOOKS = [name for name in vars(dict) if name not in ("__new__", "__init__", "__
 
 
 class PendingState(defaultdict[Any, Any]):
-    """Stands in for `optimizer.state` while updates are pending. The first read calls `apply`, which applies the
-    updates.
-    """
+    """Stands in for `optimizer.state` while updates are pending. The first read applies them by `apply`."""
 
     def __init__(self, optimizer: Optimizer, apply: Callable[[], None]) -> None:
         super().__init__(dict)
@@ -32,9 +30,7 @@ class PendingState(defaultdict[Any, Any]):
         return self.real
 
     def restore(self) -> None:
-        """Puts the optimizer's own state back. If the user has assigned another state, applies the updates and keeps
-        that one.
-        """
+        """Puts the optimizer's own state back, or applies the updates and keeps a state that the user has assigned."""
         if self.optimizer.state is self:
             self.optimizer.state = self.real
             return

@@ -60,9 +60,7 @@ class RowStore:
         return parameter.held.stored() if isinstance(parameter, TableShard) else parameter.detach()
 
     def places(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
-        """Returns the places (K,) of the rows `ids`, which the caller may write if `to_write`. Valid until the next
-        call.
-        """
+        """Returns the places (K,) of the rows `ids`, to be written if `to_write`. Valid until the next call."""
         return ids
 
     def look_up(self, ids: Tensor, *, to_write: bool = False) -> Tensor:
@@ -252,9 +250,7 @@ class JoinedState:
         return [*map(_VERSION, now)] == [*chain.from_iterable(self._versions.values())]
 
     def store_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Stores entries with a value per row in the tables' separate states, except those that a step has changed in
-        place.
-        """
+        """Stores entries with a value per row in the tables' states, except those that a step changed in place."""
         for key, value in state.items():
             if value is not self._joined.get(key):
                 for k, (first, last) in enumerate(pairwise(self._bounds)):

@@ -191,9 +191,7 @@ class Layout:
             communicator.collective_ops += 1
 
     def report(self, error: E) -> E:
-        """Reports an error to ranks that may be waiting for this one, and returns it. Raises `RuntimeError` in a forked
-        child.
-        """
+        """Reports an error to ranks that may be waiting, and returns it. Raises `RuntimeError` in a forked child."""
         if (communicator := self.communicator()) is not None and not self.is_alone:
             communicator.check_fork()
             communicator.refuse(str(error))

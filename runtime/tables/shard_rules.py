@@ -55,9 +55,7 @@ aten = torch.ops.aten
 
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs an op that has shards among its arguments. Raises `RuntimeError`, on every rank, if shards do not support
-    it.
-    """
+    """Runs an op on shards. Raises `RuntimeError`, on every rank, if shards do not support it."""
     leaves = flatten_call(args, kwargs)
     parts = [leaf for leaf in leaves if isinstance(leaf, TableShard)]
     if len(parts) < len(leaves) and DTensor in set(map(type, leaves)):

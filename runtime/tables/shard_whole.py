@@ -190,9 +190,7 @@ def run_recorded(rule: Rule | None, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _is_collective(func: Any) -> bool:
-    """Returns whether an op is a collective of c10d, or is called by a function of torch.distributed, as to copy
-    arguments.
-    """
+    """Returns whether an op is a collective of c10d, or one that a function of torch.distributed calls first."""
     if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
         return True
     callers = (frame.f_code.co_filename for frame, _ in walk_stack(sys._getframe(1)))

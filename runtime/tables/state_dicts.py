@@ -51,9 +51,7 @@ def insert_shards(state_dict: dict[str, Any], names: Iterable[str], *, prefix: s
 
 
 def check_names(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Raises `RuntimeError` if a state dict has no name of the module, with this prefix, so that nothing would be
-    loaded.
-    """
+    """Raises `RuntimeError` if a state dict has no name of the module, so that nothing would be loaded."""
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = dict.fromkeys(prefix + name for name, _ in named)
     given = [name for name in state_dict if name.startswith(prefix)]
@@ -84,9 +82,7 @@ _OF_A_GRID = (
 
 
 def _will_be_gathered() -> bool:
-    """Returns whether `torch.distributed.checkpoint` is the caller, with the option `full_state_dict` or
-    `broadcast_from_rank0`.
-    """
+    """Returns whether `torch.distributed.checkpoint` calls, and gathers state dicts or loads them from rank 0."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and (info := frame.f_locals.get("info")) is not None:

@@ -121,9 +121,7 @@ class Table:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def look_up(self, ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the rows `ids` (K, d), as `dtype` if given, after applying the optimizer steps that they have
-        deferred.
-        """
+        """Returns the rows `ids` (K, d), as `dtype` if given, after applying the steps that they have deferred."""
         if self.gradient.holds and self.members[0].parameter.grad is None:
             self.gradient.free_dropped()
         store, history = self.store, self.history
@@ -219,9 +217,7 @@ class Table:
 
 
 def _split_by_member(bounds: Sequence[int], ids: Tensor, rows: Tensor) -> list[Rows]:
-    """Splits a gradient of a joined table, with sorted ids (K,) and rows (K, d), by member. Returns the ids in each
-    member, and their rows.
-    """
+    """Splits a gradient with sorted ids (K,) and rows (K, d) by member. Returns ids and rows in each member."""
     if len(bounds) == 2:
         return [(ids, rows)]
     cuts = torch.searchsorted(ids, torch.tensor(bounds, device=ids.device)).tolist()

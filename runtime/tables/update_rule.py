@@ -66,9 +66,7 @@ class SparseUpdate:
         self._awaited: tuple[Rows, Callable[[], Tensor]] | None = None
 
     def apply(self, ids: Tensor, rows: Tensor) -> None:
-        """Updates rows with sorted, unique ids (K,) by their gradients (K, d). A step may call this for several sets of
-        rows.
-        """
+        """Updates rows with sorted, unique ids (K,) by their gradients (K, d). A step may call this repeatedly."""
         is_whole = type(self.optimizer) is not RowWiseAdagrad or rows.shape[1] == self.table.shape[1]
         assert is_whole, "the squares of a shard's rows must be summed over ranks first"
         ids, store = self.table.places(ids, to_write=True), self.table.store

@@ -68,9 +68,7 @@ class Tier:
     columns: Mapping[str, Column]
 
     def slots(self, rows: int, table: str) -> int:
-        """Returns how many of the table's `rows` rows the limit allows in memory. Raises `ValueError` if it allows
-        none.
-        """
+        """Returns how many of a table's `rows` rows the limit allows in memory. Raises `ValueError` if none."""
         if self.memory < 1:
             return max(1, min(rows, ceil(self.memory * rows)))
         each = row_bytes(rows, self.columns)

@@ -103,9 +103,7 @@ def load(
 
 
 def _load_whole(table: SlotRows, values: torch.Tensor, state: Mapping[str, Any], communicator: Communicator) -> None:
-    """Loads a table larger than memory from a checkpoint with its weights `values` (V, D) and its state as whole
-    tensors.
-    """
+    """Loads a table larger than memory from whole tensors: its weights `values` (V, D) and its state."""
     own = range(*own_columns(table.member.shape[1], communicator.world_size, communicator.rank))
     table.memory.forget(table.rows)
     of_rows = {key: value for key, value in {WEIGHTS: values, **state}.items() if key in table.memory.columns}

@@ -93,7 +93,5 @@ class Records:
         return words[:, 0] != self._sums(words)
 
     def _sums(self, words: Tensor) -> Tensor:
-        """Computes the checksums (K,) of records, given as 64-bit words: never 0, and different after a change of any
-        one word.
-        """
+        """Computes the checksums (K,) of 64-bit words: never 0, and different after a change of any one word."""
         return words[:, 1:].mv(self._factors).bitwise_or_(1)

@@ -59,9 +59,7 @@ class ClosedHistories:
         self.apply_on_arrival(self._memory.in_use(closed.rows), closed.before)
 
     def apply_on_arrival(self, slots: Tensor, taken: int) -> None:
-        """Applies the histories to rows that were just read into memory slots (K,), and had applied at least `taken`
-        steps.
-        """
+        """Applies the histories to rows that have arrived in slots (K,), and have applied at least `taken` steps."""
         due = [each for each in self._closed if each.before + each.steps.count > taken]
         if due and slots.numel():
             self._memory.mark_written(slots)
@@ -77,9 +75,7 @@ class ClosedHistories:
         return slots[(held >= rows.start) & (held < rows.stop)]
 
     def apply_steps(self, slots: Tensor, before: int, steps: SkippedSteps) -> None:
-        """Applies deferred steps, which follow `before` others, to the rows in memory slots (K,) that have not applied
-        them.
-        """
+        """Applies deferred steps, after `before` others, to the rows in slots (K,) that have not applied them."""
         columns, until = dict(self._memory.columns), before + steps.count
         weights, of_rows = columns.pop(WEIGHTS), columns.pop(TAKEN)
         taken = of_rows.index_select(0, slots)

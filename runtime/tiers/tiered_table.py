@@ -151,9 +151,7 @@ class SlotRows(RowStore):
             self._on_host[ids] = self._rows_on_host(host_ids)
 
     def _rows_on_host(self, ids: Tensor) -> Tensor | None:
-        """Returns row ids on the host that include all of `ids` (K,), copied if none are known. Returns None if `ids`
-        are there.
-        """
+        """Returns row ids on the host that include all of `ids` (K,) on a device, or None if `ids` are on the host."""
         if not ids.is_cuda:
             return None
         rows: Tensor | None = self._on_host.get(ids)
@@ -218,9 +216,7 @@ class SlotRows(RowStore):
         self._set_counters(saved["counters"])
 
     def changed_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields, in blocks, the rows that differ from their initial values: row ids (K,), and records (K, B) of B
-        bytes each.
-        """
+        """Yields, in blocks, the rows that differ from their initial values: ids (K,), and records (K, B)."""
         for rows, records in self.memory.changed_rows(self.rows):
             own = rows - self.rows.start
             yield own, self.memory.records.sign(records, own) if self.rows.start else records

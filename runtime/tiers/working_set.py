@@ -65,9 +65,7 @@ class Counts:
     written: int = 0
 
     def report(self, record_bytes: int) -> str:
-        """Returns a line with the hit rate and the bytes read and written per step, for rows of `record_bytes` in
-        storage.
-        """
+        """Returns a line with the hit rate, and the bytes read and written per step."""
         found, waited = (n / max(self.asked, 1) for n in (self.asked - self.brought, self.missed))
         read, written = (n * record_bytes / max(self.steps, 1) / 2**20 for n in (self.read, self.written))
         return (
@@ -199,9 +197,7 @@ class WorkingSet:
                 self._waiting += [(left, step)] if left.numel() else []
 
     def _read_some(self, ids: Tensor, due: int) -> Tensor:
-        """Starts reading as many of the rows `ids` (K,), which step `due` will look up, as slots can be freed for.
-        Returns the others.
-        """
+        """Starts reading those of the rows `ids` (K,), for step `due`, that find a slot. Returns the others."""
         self._take_arrived()
         where = self._where.index_select(0, ids)
         self._next_use.expect(where[where > 0].to(torch.int64).sub_(1), due)
@@ -377,9 +373,7 @@ class WorkingSet:
         self._next_use.free_slots(slots)
 
     def _start_write(self, rows: Tensor, leave: Leave) -> None:
-        """Starts writing rows (K,), whose records have been freed, to storage. `leave` starts copying them out of their
-        slots.
-        """
+        """Starts writing rows (K,), whose records are freed, to storage. `leave` starts copying them out of slots."""
         while self._log.needs_empty_block(rows.numel()):
             self._empty_block()
         numbers = self._log.take_numbers(rows)
