@@ -20,7 +20,7 @@ from embrace_fx.passes.join_exchanges import idle_graph
 from embrace_fx.passes.planner.plan_fit import PlanViolation, fit_plan
 from embrace_fx.runtime.ranks.failure import PlanDoesNotFit
 from embrace_fx.runtime.ranks.step_handshake import ACCUMULATING, EVALUATING, JOINED
-from embrace_fx.runtime.step.runnable_phase import without_user_autocast
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd
 from embrace_fx.runtime.step.step import Step
 from embrace_fx.runtime.tables.placement import broadcast_state
 from embrace_fx.session.program_cache import Entry
@@ -151,15 +151,15 @@ class ShadowRank(JoinHook):
             like = replace(next(programs.cache.entries()).captured, graph=graph, result_constants={}, replay=None)
             kind.found.append(Entry(like, graph, activity != EVALUATING))
         program = programs.build(kind.found[0], accumulates=activity == ACCUMULATING)
-        with torch.no_grad(), without_user_autocast(), self._context.state.pending.closed():
-            step = Step(program, (), None)
-            step.forward()
+        step = Step(program, (), None)
+        with self._context.state.pending.closed():
+            call_without_autograd(step.forward)
             # As under DDP, parameters used since this rank's last step get a gradient, to which this rank adds zeros.
             step.unreduced = program.used.reached_by_any(self._context.state.reached)
             if program.has_backward:
-                step.backward([None], for_parameters=False)
+                call_without_autograd(step.backward, [None], for_parameters=False)
             elif activity != EVALUATING:
-                step.join_backward()
+                call_without_autograd(step.join_backward)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends `join` once no rank has batches. The last rank that had a batch broadcasts its parameters and buffers.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.step.program import LoweredPhase, Program
-from embrace_fx.runtime.step.runnable_phase import call_without_autograd, without_user_autocast
+from embrace_fx.runtime.step.runnable_phase import call_without_autograd
 from embrace_fx.runtime.step.step import SECOND, OpenedBackward, Step
 from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.vocabulary.graph import Values
@@ -130,11 +130,11 @@ class GradientStep(Step):
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
-        with torch.no_grad(), without_user_autocast():
-            outputs, roles, counts = self._close_backward(opened, {}, tangents, used, twice=False)
-            absent_here = program.used.absent(used) | program.used.local_unreached(given)
-            program.deliver(roles, outputs, program.used.absent(counts), absent_here, ())
-            program.flow.mark_end()
+        close = self._close_backward
+        outputs, roles, counts = call_without_autograd(close, opened, {}, tangents, used, twice=False)
+        absent_here = program.used.absent(used) | program.used.local_unreached(given)
+        call_without_autograd(program.deliver, roles, outputs, program.used.absent(counts), absent_here, ())
+        program.flow.mark_end()
         self._results = []  # free the results, which have been checked and may be large
         if self._of_results and not program.deliver.own:
             self._reduced.update(gradients)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,24 +138,8 @@ def call_without_autograd(call: Callable[..., Result], *arguments: Any, **option
     torch._C._set_grad_enabled(False)  # `torch.no_grad` would make eight Python calls
     try:
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            with _without_autocast():
+            with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                 return call(*arguments, **options)
         return call(*arguments, **options)
     finally:
         torch._C._set_grad_enabled(had_gradients)
-
-
-def without_user_autocast() -> contextlib.AbstractContextManager[None]:
-    """Returns a context without autocast, because a graph contains casts as nodes, and autocast would cast again."""
-    enabled = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return _without_autocast() if enabled else _AS_IT_IS
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """Opens a context without autocast on any device."""
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        yield
