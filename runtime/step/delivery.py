@@ -109,9 +109,8 @@ class Delivery:
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:
             sorted_ = self._sorted[id(roles)] = _SortedOutputs(roles)
-        self._deliver_dense(
-            sorted_.dense_names, [*map(outputs.__getitem__, sorted_.dense)], absent, absent_here, tangents
-        )
+        gradients = [*map(outputs.__getitem__, sorted_.dense)]
+        self._deliver_dense(sorted_.dense_names, gradients, absent, absent_here, tangents)
         for place, name in sorted_.of_shards:
             self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
         for table, (tables, ids, rows) in sorted_.of_rows.items():
@@ -145,7 +144,8 @@ class Delivery:
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
         is_plain = self.synchronised and not state.unreduced and not (self.own and state.hooked)
         for name, value, parameter in zip(names, gradients, state.parameters(names), strict=True):
-            if name in (absent_here if name in ignored else unreached):
+            local = name in ignored  # each rank keeps its own gradient of such a parameter
+            if name in (absent_here if local else unreached):
                 continue
             # Copy a tensor that is the gradient of two parameters (such as an LSTM's biases), or that was passed to the
             # backward, because no other tensor may share memory with a `.grad`.
@@ -153,12 +153,11 @@ class Delivery:
             if id(value) in given or shares:
                 value = value.clone()
             given.add(id(value))
-            if name in ignored:
-                _deliver_local(state, name, value)
-            elif is_plain and parameter.grad is None and (value.is_sparse or value.stride() == parameter.stride()):
+            fits = value.is_sparse or value.stride() == parameter.stride()
+            if is_plain and not local and parameter.grad is None and fits:
                 parameter.grad = value
             else:
-                _deliver_dense(state, name, value, self.synchronised, self.own)
+                _deliver_one(state, name, value, self.synchronised or local, self.own or local)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
         """Stores the gradients of buckets in `.grad` while the buckets are still being reduced.
@@ -182,22 +181,11 @@ class Delivery:
                 parameter.grad = gradient.copy_(parameter.grad)
 
 
-def _deliver_local(state: ModelState, name: str, gradient: Tensor) -> None:
-    """Adds a gradient to the `.grad` of a parameter that ranks do not synchronize, and runs the parameter's hooks."""
-    parameter = state.parameter(name)
-    if name in state.hooked:
-        gradient = run_tensor_hooks(parameter, gradient)
-    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-    if name in state.hooked:
-        run_unreduced_hooks(parameter)
-
-
-def _deliver_dense(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
-    """Runs a parameter's hooks on its dense gradient, and stores the gradient in `.grad` or adds it there.
+def _deliver_one(state: ModelState, name: str, gradient: Tensor, synchronised: bool, own: bool) -> None:
+    """Runs a parameter's hooks on a gradient, and stores the gradient in `.grad` or adds it there.
 
     Args:
-        name: the parameter's name.
-        synchronised: whether the gradient is the mean over ranks.
+        synchronised: whether the gradient is final: the mean over ranks, or that of a parameter without a mean.
         own: whether the gradient is this rank's own. Only then do the parameter's hooks run.
     """
     parameter = state.parameter(name)
