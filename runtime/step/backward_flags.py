@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,48 +42,55 @@ def launch_flags(
         streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
-        A function `finish(names, failure, is_harmless)` that waits for the flags of all ranks, and returns the sums of
-        `used` over ranks. `names` are those of the tensors written on this rank. `failure` is the error that ended the
-        backward on this rank, or None. `is_harmless` is called if a scalar is not finite, and returns whether the
-        gradients of this rank may be used nevertheless. On every rank, `finish` raises PeerFailure if a rank has
-        failed, RuntimeError if a rank has written tensors that the backward reads, and FloatingPointError if the
-        gradients of a rank may not be used.
+        A function that waits for the flags of all ranks: `_finish`, from its third argument on.
     """
     if streams is None or not scalars:
         read = _exchange_flags(scalars, used, written, communicator)
     else:
         read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
+    return partial(_finish, read, communicator)
 
-    def finish(names: str, failure: Exception | None, is_harmless: Callable[[], bool]) -> tuple[int, ...]:
-        """Waits for the flags of all ranks, and returns the sums of `used` over ranks. Raises an error on every rank if
-        the backward is invalid on at least one rank.
 
-        Args:
-            names: the names of tensors written on this rank.
-            failure: the error that ended the backward on this rank, or None.
-            is_harmless: returns whether this rank's gradients are valid although a scalar result is not finite.
-        """
-        flags, size = read(), communicator.world_size
-        not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
-        if not any(writes) and not any(not_finite):
-            return tuple(counts)
-        if FAILED in writes:
-            communicator.check_none_failed(failure)
-        if ranks := _list_ranks(writes):
-            raise RuntimeError(
-                "backward(): tensors that it needs (of the batch, results or parameters) were written in place after "
-                f"the forward, on rank(s) {ranks} (on this rank: {names or 'none'}). No rank kept a gradient of this "
-                "step. Write to copies, and call optimizer.step() only after the backward of every forward."
-            )
-        harmless = communicator.gather(is_harmless(), bool)
-        if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
-            raise FloatingPointError(
-                f"backward(): the loss is nan or inf on rank(s) {ranks}. No rank kept a gradient of this step. "
-                "Skip the batch, or lower the learning rate."
-            )
+def _finish(
+    read: Callable[[], list[int]],
+    communicator: Communicator,
+    names: str,
+    failure: Exception | None,
+    is_harmless: Callable[[], bool],
+) -> tuple[int, ...]:
+    """Waits for the flags of all ranks, and returns the sums of `used` over ranks.
+
+    Args:
+        read: waits for the flags. Returns, in one list, for each rank the number of scalars that are not finite, for
+            each rank `written`, and the sums of `used` over ranks.
+        names: the names of the tensors written on this rank.
+        failure: the error that ended the backward on this rank, or None.
+        is_harmless: returns whether this rank's gradients are valid although a scalar result is not finite.
+
+    Raises:
+        PeerFailure: a rank has failed. This and the other errors are raised on every rank.
+        RuntimeError: a rank has written tensors that the backward reads.
+        FloatingPointError: a scalar result of a rank is not finite, and neither are its gradients.
+    """
+    flags, size = read(), communicator.world_size
+    not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
+    if not any(writes) and not any(not_finite):
         return tuple(counts)
-
-    return finish
+    if FAILED in writes:
+        communicator.check_none_failed(failure)
+    if ranks := _list_ranks(writes):
+        raise RuntimeError(
+            "backward(): tensors that it needs (of the batch, results or parameters) were written in place after "
+            f"the forward, on rank(s) {ranks} (on this rank: {names or 'none'}). No rank kept a gradient of this "
+            "step. Write to copies, and call optimizer.step() only after the backward of every forward."
+        )
+    harmless = communicator.gather(is_harmless(), bool)
+    if ranks := _list_ranks([0 if each else count for each, count in zip(harmless, not_finite, strict=True)]):
+        raise FloatingPointError(
+            f"backward(): the loss is nan or inf on rank(s) {ranks}. No rank kept a gradient of this step. "
+            "Skip the batch, or lower the learning rate."
+        )
+    return tuple(counts)
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
@@ -93,20 +101,12 @@ def _list_ranks(counts: Sequence[int]) -> str:
 def _exchange_flags(
     scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
 ) -> Callable[[], list[int]]:
-    """Starts exchanging the flags of a backward. The arguments are those of `launch_flags`.
-
-    Returns:
-        A function that waits for the flags and returns one list. It contains, for each rank, the number of scalars that
-        are not finite; then `written` of each rank; then the sums of `used` over ranks.
-    """
+    """Starts exchanging the flags of a backward, as `launch_flags`. Returns the function `read` of `_finish`."""
     own = [len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars))), written, *used]
     communicator.progress.record(_NAME)
     launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
 
     def read() -> list[int]:
-        """Waits for the flags, and returns one list: for each rank, the number of scalars that are not finite; then
-        `written` of each rank; then the sums of `used` over ranks.
-        """
         flags = communicator.wait(launched, _NAME)
         return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
 
