@@ -14,7 +14,6 @@ from embrace_fx.runtime.exchanges.in_place import ExchangeKind, exchange_gradien
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.flow.head_exchange import HeadExchange
 from embrace_fx.runtime.kernels import lookup
-from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -52,12 +51,11 @@ class Bindings:
         *,
         keeps_buckets: bool,
     ) -> None:
-        self._state, self._spaces = state, graph.spaces
+        self._state, self._communicator = state, announcements.communicator
         self._keeps_buckets, self._copies = keeps_buckets, copies
-        self._announcements, self._communicator = announcements, announcements.communicator
         self._buckets, self._flow = buckets or (), flow
         self._kernel = flow.kernels(graph, state.tables)
-        communicator = self._communicator
+        communicator, spaces = announcements.communicator, graph.spaces
         self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
             "_c10d_functional::wait_tensor": self._wait_function,
@@ -68,7 +66,9 @@ class Bindings:
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,
             "embrace::lookup": self._lookup_function,
-            "embrace::all_gather_ids": self._gather_ids_function,
+            "embrace::all_gather_ids": lambda node: partial(
+                announcements.all_gather_ids, tables=node.meta["tables"], spaces=spaces
+            ),
             **dict.fromkeys(COPY_OPS, self._copy_function),
             **dict.fromkeys(HEAD_LAUNCHES, self._heads.begin_function),
         }
@@ -83,12 +83,14 @@ class Bindings:
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the runtime function that runs a node, or None if the node runs a kernel or one of torch's ops."""
         found = self._kernel(node) or self._function_of(node)
-        return found and _rename_call(partial(found), node.name)
+        if found is None:
+            return None
+        call = partial(found)
+        call.__name__ = node.name  # type: ignore[attr-defined]  # appears in the program's source code
+        return call
 
     def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the runtime function that runs a node's op, or None if the node runs a kernel or one of torch's
-        ops.
-        """
+        """Does the same as `call`, without the replacements of the pipeline's device."""
         op, launch = op_name(node), self._flow.launcher.launch_of(node)
         if launch is not None and op in _OF_LAUNCH:
             return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
@@ -106,14 +108,24 @@ class Bindings:
         scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
         return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
 
-    def _gather_ids_function(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that gathers the ids of all ranks."""
-        return partial(self._announcements.all_gather_ids, tables=node.meta["tables"], spaces=self._spaces)
-
     def _copy_function(self, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that starts or awaits a copy of a saved value."""
-        assert self._copies is not None
-        return _copy_call(self._copies, self._flow.recorder, node)
+        """Returns the function that starts or awaits a saved value's offload to the host, or its reload."""
+        launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
+        copies, recorder = self._copies, self._flow.recorder
+        assert launch is not None
+        assert copies is not None
+
+        def begin(value: Any, _: str) -> Any:
+            recorder.mark(until)
+            return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
+
+        def end(copied: Any, _: str) -> Any:
+            awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
+            recorder.mark(until)
+            with recorder.waiting(launch):
+                return awaiting(copied)
+
+        return begin if name in (OFFLOAD, RELOAD) else end
 
     def _lookup_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that looks up rows of a table, after applying their deferred optimizer steps."""
@@ -121,7 +133,6 @@ class Bindings:
         name = role.table if isinstance(role, Shard) else role.name
 
         def look_up_rows(shard: Tensor, ids: Tensor) -> Tensor:
-            """Returns the table's rows with these ids, after applying their deferred optimizer steps."""
             table = state.spaces.get(name) or state.tables.get(name)
             return lookup(shard, ids) if table is None else table.look_up(ids)
 
@@ -136,9 +147,6 @@ class Bindings:
         names, last = self._buckets[index], index == len(self._buckets) - 1
 
         def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
-            """Starts reducing a packed bucket (`flat`) with the user's communication hook, and returns the reduction in
-            flight.
-            """
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)
             return run_comm_hook(comm_hook, flat, bucket)
 
@@ -160,59 +168,10 @@ _OF_LAUNCH: Mapping[str, Callable[[CommPipeline, str], Callable[..., Any]]] = {
 """Methods of nodes whose launch the flow's launcher issues; they take it first."""
 
 
-def _copy_call(copies: Copies, recorder: Recorder, node: fx.Node) -> Callable[..., Any]:
-    """Returns the function that runs a copy node, which starts or awaits either an offload of a value to the host or
-    its reload.
-    """
-    launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
-    assert launch is not None
-
-    def begin(value: Any, _: str) -> Any:
-        """Starts offloading a value to the host, or reloading it, and returns the copy in flight."""
-        recorder.mark(until)
-        return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
-
-    def end(copied: Any, _: str) -> Any:
-        """Waits for the offload or reload `copied`, and returns its result."""
-        awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
-        recorder.mark(until)
-        with recorder.waiting(launch):
-            return awaiting(copied)
-
-    return begin if name in (OFFLOAD, RELOAD) else end
-
-
-def _rename_call(call: Callable[..., Any], node: str) -> Callable[..., Any]:
-    """Gives a function the name of the graph node that it runs, so that the name appears in the program's source code.
-    Returns the function.
-
-    Args:
-        node: the node's name.
-    """
-    call.__name__ = node
-    return call
-
-
 def _exchange_gradient_(
-    communicator: Communicator,
-    links: Cluster,
-    flat: Tensor,
-    rows: int,
-    strategy: str,
-    scheme: str,
-    group: str,
-    group_size: int,
+    communicator: Communicator, links: Cluster, flat: Tensor, rows: int, strategy: str, scheme: str, group: str, _: int
 ) -> InFlight:
-    """Implements the op `exchange_gradient_`: replaces a gradient by its mean over ranks, in place. Returns it as an
-    exchange that has already ended.
-
-    Args:
-        flat: the gradient, dense (rows * width,) or coalesced COO (rows, width).
-        rows: the number of rows of the gradient.
-        strategy, scheme: how the gradient is exchanged.
-        group: the communication class.
-        group_size: the number of ranks; unused.
-    """
+    """Runs the op `exchange_gradient_`, and returns its result as an exchange that has already ended."""
     channel = Channel(communicator.process_group(group))
     with communicator.watching():
         exchange_gradient_(flat, ExchangeKind(rows, strategy, scheme), channel, links)

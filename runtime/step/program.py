@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, fx
@@ -112,7 +113,6 @@ class Program:
     ) -> None:
         self.variants = variants
         self._of_gradients = of_gradients
-        self.copies = copies
         self.state = state
         self.announcements = announcements
         self.communicator = announcements.communicator
@@ -125,16 +125,26 @@ class Program:
         alone = self.communicator.world_size == 1
         # In a single process, a gradient is both the mean over all ranks and this rank's own gradient.
         self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
-        self._buckets, self._links = buckets, links
-        self._lower(graph, self._bind(graph))
-        self._record_communication(graph)
+        self._bind = partial(
+            Bindings,
+            state=state,
+            announcements=announcements,
+            buckets=buckets,
+            flow=flow,
+            links=links,
+            copies=copies,
+            keeps_buckets=of_gradients,
+        )
+        self._lower(graph)
+        self.overlaps_steps = overlaps_steps(graph)
+        self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
         self._record_results(graph)
         self._record_backward_reads(graph)
         self.promised = graph.promised
 
-    def _lower(self, graph: TrainingGraph, bound: Bindings) -> None:
+    def _lower(self, graph: TrainingGraph) -> None:
         """Makes functions of all phases of a graph."""
-        phases, state = graph.phases, self.state
+        phases, state, bound = graph.phases, self.state, self._bind(graph)
         self.unique = make_runnable(phases["unique"], state, bound.call, self.regions)
         self.ids = make_runnable(phases["ids"], state, bound.call)
         self.has_backward = "backward" in phases
@@ -144,33 +154,16 @@ class Program:
             self._lowered["backward"] = self._lower_phase("backward", graph, bound)
         self.ids_program = make_ids_program(graph, state, self.unique)
 
-    def _bind(self, graph: TrainingGraph) -> Bindings:
-        """Returns the runtime functions for the nodes of a graph."""
-        return Bindings(
-            graph,
-            self.state,
-            self.announcements,
-            self._buckets,
-            self.flow,
-            self._links,
-            self.copies,
-            keeps_buckets=self._of_gradients,
-        )
-
     def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         """Makes a function of a phase. Registers its launches, because they must be made even if the phase fails."""
         module, is_last = graph.phases[phase], phase == "backward"
         missing = MissingLaunches(self.communicator, self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
-            """Returns the function that runs a node, or None. If the node launches a collective, calls of the function
-            are counted.
-            """
             found = bound.call(node)
             return found and missing.add(node, found)
 
         def lower_part(part: fx.GraphModule) -> Runnable:
-            """Makes a function of a part of the phase."""
             return make_runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
@@ -197,16 +190,10 @@ class Program:
         """Replaces the backward by that of `graph`, which computes the same values in another order. Takes effect at
         the next backward.
         """
-        self._lowered = {key: each for key, each in self._lowered.items() if _is_of_forward(key)}
+        of_forward = {key for key in self._lowered if key == "forward" or isinstance(key, ForwardVariant)}
+        self._lowered = {key: each for key, each in self._lowered.items() if key in of_forward}
         self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
         self._record_backward_reads(graph)
-
-    def _record_communication(self, graph: TrainingGraph) -> None:
-        """Stores whether any communication overlaps the next step, and whether the exchange of ids also announces the
-        step.
-        """
-        self.overlaps_steps = overlaps_steps(graph)
-        self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
 
     def _record_results(self, graph: TrainingGraph) -> None:
         """Stores which results the forward computes, which of them have a gradient, and which parameters each result
@@ -222,19 +209,13 @@ class Program:
 
     def _record_backward_reads(self, graph: TrainingGraph) -> None:
         """Stores which tensors the backward reads. Writing one of them before the backward is an error."""
-        roles = [role for _, role in inputs_of(graph.phases["backward"])] if self.has_backward else []
-        self._leaves_read = [role.index for role in roles if isinstance(role, BatchInput)]
-        self._parameters_read = [role.name for role in roles if isinstance(role, Parameter)]
-        found = inputs_of(graph.phases["backward"]) if self.has_backward else ()
+        found = [*inputs_of(graph.phases["backward"])] if self.has_backward else []
+        self._leaves_read = [role.index for _, role in found if isinstance(role, BatchInput)]
+        self._parameters_read = [role.name for _, role in found if isinstance(role, Parameter)]
         self._shards_read = [role.table for node, role in found if isinstance(role, Shard) and _is_computed_with(node)]
-        saved = {
-            phase: frozenset(role.name for _, role in inputs_of(module) if isinstance(role, Saved))
-            for phase, module in graph.phases.items()
-        }
-        nothing: frozenset[str] = frozenset()
-        after_forward = saved.get("backward", nothing)
-        self._saved_read = sorted(after_forward)
-        self._read_after = {"ids": after_forward | saved.get("forward", nothing), "forward": after_forward}
+        self._saved_read = sorted(role.name for _, role in found if isinstance(role, Saved))
+        of_forward = (role.name for _, role in inputs_of(graph.phases["forward"]) if isinstance(role, Saved))
+        self._read_after = {"ids": {*self._saved_read, *of_forward}, "forward": {*self._saved_read}}
 
     def read_after(self, phase: Literal["ids", "forward"], values: Values) -> Values:
         """Returns the saved values that a phase after `phase` reads, or all of them if steps overlap."""
@@ -260,8 +241,3 @@ class Program:
 def _is_computed_with(node: fx.Node) -> bool:
     """Returns whether any op except this package's communication ops reads the value of a graph node."""
     return any(not op_name(user).startswith("embrace::") for user in node.users)
-
-
-def _is_of_forward(key: StepVariant | str) -> bool:
-    """Returns whether a phase is a forward, given its name or variant."""
-    return key == "forward" or isinstance(key, ForwardVariant)
