@@ -343,16 +343,12 @@ def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     return logits.derived(hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
-def _keep_hidden(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
+def _keep_values(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
     """Runs an op that changes neither the shape nor the values, such as `clone`, without computing the logits'
     values.
     """
-    return logits.derived(logits.hidden, lambda: func(logits.make(), *args, **kwargs))
-
-
-def _detach(func: Any, logits: Logits) -> Any:
-    """Detaches logits without computing their values."""
-    return logits.derived(logits.hidden.detach(), lambda: func(logits.make()))
+    hidden = logits.hidden.detach() if func is Tensor.detach else logits.hidden
+    return logits.derived(hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _index(func: Any, logits: Logits, index: Any) -> Any:
@@ -401,24 +397,11 @@ def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwarg
     return Logits(logits.hidden, source, base, logits.made, is_log=True)
 
 
-def _nll_loss(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes `nll_loss` of log-probabilities from the shards of the output layer. Returns `NotImplemented` if
-    `logits` are not log-probabilities, or if an option is not supported.
-    """
-    return _sharded_loss(logits, target, *args, **kwargs) if logits.is_log else NotImplemented
-
-
-def _cross_entropy(func: Any, logits: Logits, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Computes `cross_entropy` of logits from the shards of the output layer. Returns `NotImplemented` if `logits` are
-    log-probabilities, or if an option is not supported.
-    """
-    return NotImplemented if logits.is_log else _sharded_loss(logits, target, *args, **kwargs)
-
-
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
 
-def _sharded_loss(
+def _sharded_loss(  # noqa: PLR0913, PLR0917
+    func: Any,
     logits: Logits,
     target: Any,
     weight: Any = None,
@@ -428,10 +411,12 @@ def _sharded_loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Computes the cross entropy of logits from the shards of the output layer, without computing the logits' values.
-    Returns `NotImplemented` if the shapes, labels or options are not supported. Collective.
+    """Computes the cross entropy of logits, or the negative log-likelihood of log-probabilities, from the shards of the
+    output layer. Returns `NotImplemented` if the kind of values does not fit the loss (`func`), or if the shapes,
+    labels or options are not supported. Collective.
     """
-    is_plain = size_average is None and reduce is None and not (label_smoothing and weight is not None)
+    is_plain = logits.is_log == (func is F.nll_loss) and not (label_smoothing and weight is not None)
+    is_plain = is_plain and size_average is None and reduce is None
     is_plain = is_plain and 0.0 <= label_smoothing <= 1.0
     is_plain = is_plain and (weight is None or (weight.shape == logits.shape[-1:] and not weight.requires_grad))
     labels = isinstance(target, Tensor) and target.dtype == torch.int64 and target.dim() == 1
@@ -459,12 +444,10 @@ def _in_autocast(logits: Logits) -> LogitsSource:
 _LAZY: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten), _reshape),
     **dict.fromkeys((Tensor.unsqueeze, Tensor.squeeze, torch.unsqueeze, torch.squeeze), _reshape),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone), _keep_hidden),
-    **dict.fromkeys((Tensor.detach,), _detach),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone, torch.clone, Tensor.detach), _keep_values),
     **dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type), _cast),
     Tensor.__getitem__: _index,
     **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), _log_softmax),
-    F.nll_loss: _nll_loss,
-    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((F.nll_loss, F.cross_entropy), _sharded_loss),
 }
 """Function -> what answers it without logits, or says that it cannot."""
