@@ -52,27 +52,22 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
         train: whether a backward will follow, from results that require grad.
         following: the next batch, or None if it is not known.
     """
-    tensors = _run_and_unpack(program, Step(program, leaves, following), leaves, train)
-    results = program.constants | dict(zip(program.results, tensors, strict=True))
-    for index, promise in program.promised.items():
-        source = LogitsSource.of_call(promise, program.state, program.communicator, trains=train)
-        results[index] = Logits(results[index], source)
-    return [results[index] for index in range(len(results))]
-
-
-def _run_and_unpack(program: Program, step: Step, leaves: Sequence[Any], train: bool) -> tuple[Tensor, ...]:
-    """Runs a step's forward, as an autograd node if a backward follows. Returns the results that the forward
-    computes.
-    """
+    step = Step(program, leaves, following)
+    tensors: Sequence[Any]
     if train and program.has_backward:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         anchor = torch.empty((), requires_grad=True, device="cpu")
         made = anchor.view(()).grad_fn
         assert made is not None
         step.anchor = made.next_functions[0][0]
-        tensors: tuple[Tensor, ...] = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
-        return tensors
-    return tuple(call_without_autograd(step.forward))
+        tensors = CallNode.apply(step, anchor, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        tensors = call_without_autograd(step.forward)
+    results = program.constants | dict(zip(program.results, tensors, strict=True))
+    for index, promise in program.promised.items():
+        source = LogitsSource.of_call(promise, program.state, program.communicator, trains=train)
+        results[index] = Logits(results[index], source)
+    return [results[index] for index in range(len(results))]
 
 
 @dataclass(frozen=True)
