@@ -116,9 +116,7 @@ class Accumulation:
         self.parameters, self._last = {}, None
 
     def expect(self, step: GradientStep, results: Any) -> None:
-        """Registers a call whose results have been returned, so that a backward from these results is attributed to
-        it.
-        """
+        """Attributes backwards that start at a call's returned results to the call's step."""
         self._waiting = [each for each in self._waiting if each() is not None] + [weakref.ref(step)]
         leaves = [leaf for leaf in _tensors_in(results) if leaf.requires_grad and leaf.grad_fn is not None]
         step.end_forward(leaves)
@@ -128,11 +126,8 @@ class Accumulation:
             node.register_prehook(partial(_on_backward_node, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins the backward of a call.
-
-        Args:
-            step: the call at whose results the backward started. None if it started at another tensor; it is then
-                attributed to the last call.
+        """Begins a backward, which started at the results of `step`, or if it is None at another tensor. The backward
+        then belongs to the last call.
         """
         if not self._accumulates_parameters():
             return
@@ -169,9 +164,7 @@ class Accumulation:
         self._last = step
 
     def fail(self) -> None:
-        """Reports to the other ranks that this rank's backward has raised an error. Suppresses errors that other ranks
-        report.
-        """
+        """Tells the other ranks that this rank's backward has raised an error. Suppresses errors of other ranks."""
         if self.backward is None:
             return
         step, _ = self._finish_backward()
@@ -179,8 +172,8 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward, and restores `.grad`. Returns the call, and the gradients by parameter name, in the order
-        in which they were accumulated.
+        """Ends the backward, and restores `.grad`. Returns the call, and the gradients by name in the order of
+        accumulation.
         """
         backward, self.backward = self.backward, None
         assert backward is not None
@@ -202,13 +195,7 @@ class Accumulation:
 
 
 def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> None:
-    """Sends a parameter's bucket once all gradients of the bucket are complete. Runs as a hook, after autograd has
-    accumulated the parameter's gradient.
-
-    Args:
-        itself: the object that registered the hook.
-        name: the parameter's name.
-    """
+    """Sends a parameter's bucket once it is complete. A hook that runs after autograd has accumulated a gradient."""
     accumulation = itself()
     if accumulation is None or (backward := accumulation.backward) is None:
         return
@@ -222,11 +209,10 @@ def _on_accumulated(itself: weakref.ref[Accumulation], name: str, *_: Any) -> No
 
 
 def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | None, *_: Any) -> None:
-    """Begins a backward. Runs as a hook, before an autograd node at which a backward of the model may start. If the
-    backward has already begun, records that it goes through this call too.
+    """Begins a backward, or records that the running one goes through this call too. A hook that runs before an
+    autograd node at which a backward of the model may start.
 
     Args:
-        itself: the object that registered the hook.
         step: the call whose result the node computes, or None if the node accumulates a parameter's gradient.
     """
     accumulation = itself()
@@ -239,7 +225,7 @@ def _on_backward_node(itself: weakref.ref[Accumulation], step: GradientStep | No
 
 
 def _tensors_in(results: Any) -> Sequence[Tensor]:
-    """Returns all tensors in a call's results, including tensors in containers and objects."""
+    """Returns all tensors in a call's results, including those in containers and objects."""
     found: list[Tensor] = []
     waiting, seen = [results], set[int]()
     while waiting:

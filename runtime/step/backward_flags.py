@@ -94,7 +94,7 @@ def _finish(
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
-    """Returns, as text separated by commas, the ranks whose entry in `counts` is not zero."""
+    """Returns the ranks whose entry in `counts` is not zero, as text separated by commas."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
 
 

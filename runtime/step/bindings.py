@@ -31,9 +31,7 @@ class Bindings:
     """Maps the nodes of one graph to the runtime functions that run them.
 
     Args:
-        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters. None if the graph
-            reduces no buckets.
-        flow: the pipeline that launches exchanges and keeps updates for the next step.
+        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters, or None.
         links: the cluster's links, from which message sizes are chosen.
         copies: offloads saved values to the host and reloads them, or None.
         keeps_buckets: whether buckets on a host keep their memory from one step to the next.
@@ -139,7 +137,7 @@ class Bindings:
         return look_up_rows
 
     def _comm_hook_function(self, comm_hook: CommHook, node: fx.Node) -> Callable[..., Any]:
-        """Returns the function that reduces a bucket with the user's communication hook."""
+        """Returns the function that starts to reduce a bucket with the user's communication hook."""
         packed = node.all_input_nodes[0]
         if op_name(packed) != "embrace::pack_bucket":  # an AllReduce of counts of ids, not of a bucket
             return self._communicator.all_reduce_

@@ -32,7 +32,7 @@ class CallNode(torch.autograd.Function):
         """Runs the step's forward, and returns its results.
 
         Args:
-            anchor: a tensor that requires grad, so that the results have a backward even if no input requires grad.
+            anchor: requires grad, so that the results have a backward even if no input requires grad.
             inputs: the tensors of the batch that require grad.
         """
         ctx.step = step
@@ -47,10 +47,8 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs the step's backward, and returns the gradients of the inputs.
-
-        Args:
-            tangents: the gradients of the results, None for results without one.
+        """Runs the step's backward, and returns the gradients of the inputs. A tangent is None if its result has no
+        gradient.
         """
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
@@ -69,18 +67,14 @@ class CallNode(torch.autograd.Function):
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """An autograd function that returns a gradient unchanged, and raises an error if that gradient is
-    differentiated.
-    """
+    """Returns a gradient unchanged, and raises an error if that gradient is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns a view of the gradient."""
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
-        """Raises `RuntimeError`, because second derivatives are not supported."""
         raise RuntimeError(TWICE)
 
 

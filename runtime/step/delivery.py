@@ -76,13 +76,12 @@ class _SortedOutputs:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Stores the gradients that one program's backwards compute. Stores dense gradients in `.grad` and gradient rows in
-    tables. Gradients that are still being exchanged are stored as futures.
+    """Stores the gradients that one program's backwards compute: dense gradients in `.grad`, rows in tables, and
+    gradients that are still being exchanged as futures.
 
     Attributes:
         synchronised: whether gradients are the mean over all ranks, rather than this rank's own under `no_sync`.
-        own: whether dense gradients are this rank's own, so that the parameters' gradient hooks have not run on them
-            yet.
+        own: whether dense gradients are this rank's own, on which the parameters' gradient hooks have not run yet.
     """
 
     state: ModelState
@@ -102,9 +101,9 @@ class Delivery:
         """Delivers all gradients except those of parameters on which the loss does not depend.
 
         Args:
-            roles, outputs: of the backward.
-            absent, absent_here: parameters that no rank's backward reaches, and those that this rank's does not.
-            tangents: the tangents of the backward, which may be the user's own tensors.
+            absent, absent_here: names of parameters that no rank's backward reaches, and those that this rank's does
+                not.
+            tangents: the gradients of the model's results, which may be the user's own tensors.
         """
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:
@@ -130,15 +129,7 @@ class Delivery:
         absent_here: frozenset[str],
         tangents: Sequence[Tensor],
     ) -> None:
-        """Stores dense gradients in `.grad`.
-
-        Args:
-            names, gradients: the parameters' names and their gradients.
-            absent: names of parameters that no rank's backward reaches.
-            absent_here: names of parameters that this rank's backward does not reach.
-            tangents: the gradients of the model's results, from which the backward began. No `.grad` may share their
-                memory.
-        """
+        """Stores dense gradients in `.grad`. No `.grad` may share memory with a tangent."""
         state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
@@ -160,11 +151,7 @@ class Delivery:
                 _deliver_one(state, name, value, self.synchronised or local, self.own or local)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
-        """Stores the gradients of buckets in `.grad` while the buckets are still being reduced.
-
-        Args:
-            absent: names of parameters that no rank's backward reaches.
-        """
+        """Stores the gradients of buckets in `.grad` while the buckets are still being reduced."""
         if not pending:
             return
         kept: dict[nn.Parameter, Tensor] = {}
@@ -211,8 +198,8 @@ def _deliver_one(state: ModelState, name: str, gradient: Tensor, synchronised: b
 
 
 def in_supported_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Finds gradients whose layout (sparse or dense) the optimizer does not support. Yields the parameter and the
-    converted gradient of each.
+    """Yields (parameter, converted gradient) where the optimizer does not support a gradient's layout (sparse or
+    dense).
     """
     takes_any, wants = accepts_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:

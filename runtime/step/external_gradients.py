@@ -23,15 +23,10 @@ from embrace_fx.runtime.tables.table_shard import TableShard
 
 
 class ExternalGradients:
-    """Hooks for parameters that a loss reads directly, outside of the model's call. The hooks reduce the gradients of
-    such parameters over ranks.
+    """Hooks that reduce over ranks the gradients of parameters that a loss reads directly, outside of the model's call.
 
     The hooks are on the autograd nodes that accumulate gradients. The model's own backward does not run these nodes,
     because it stores gradients in `.grad` itself.
-
-    Args:
-        state: the model's parameters and tables.
-        communicator: the communicator of the ranks that train together.
     """
 
     def __init__(self, state: ModelState, communicator: Communicator) -> None:
@@ -42,10 +37,8 @@ class ExternalGradients:
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
-        """Adds hooks to all parameters that currently require gradients.
-
-        Args:
-            unused: names of the parameters that the model's own graphs do not read.
+        """Adds hooks to all parameters that currently require gradients. The model's own graphs do not read those in
+        `unused`.
         """
         self._unused = unused
         self.stop()
@@ -70,11 +63,7 @@ class ExternalGradients:
     def _reduce(self, name: str, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Reduces a gradient over ranks before autograd accumulates it. Called as a hook. Returns a tuple with the mean
         over ranks, or None to leave the gradient unchanged. For a sharded table, stores the mean in the table and
-        returns (None,), so that autograd accumulates nothing.
-
-        Args:
-            name: the parameter's name.
-            gradients: a tuple with the gradient, or with None if there is none.
+        returns (None,).
         """
         state, (gradient,) = self._state, gradients
         table = state.tables.get(name)
@@ -106,9 +95,8 @@ class ExternalGradients:
         return (None,)
 
     def _runs_through_a_call(self) -> bool:
-        """Returns whether the running backward goes through a call of the model.
-
-        All ranks run such a backward. Other backwards may run on this rank only.
+        """Returns whether the running backward goes through a call of the model. All ranks run such a backward; others
+        may run on this rank only.
         """
         calls: Any = self._state.awaiting_backward
         to_come = any(torch._C._will_engine_execute_node(call.anchor) for call in tuple(calls))

@@ -24,9 +24,8 @@ class NodeHook(partial[Any]):
 
 
 def has_node_hooks(parameter: nn.Parameter) -> bool:
-    """Returns whether the user has added hooks to the autograd node that accumulates a parameter's gradient.
-
-    Hooks that another compiled model with the same parameter has added do not count.
+    """Returns whether the user has hooked the autograd node that accumulates a parameter's gradient. Hooks of other
+    compiled models with the same parameter do not count.
     """
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
@@ -51,8 +50,7 @@ def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tenso
 
     Args:
         gradient: the gradient to reduce, which includes gradients from earlier backwards under `no_sync`.
-        there: the gradient that is already in `.grad`, or None. Hooks see the sum of both gradients, but the result
-            contains only the first.
+        there: a gradient in `.grad` that is not reduced, or None. Hooks see the sum of both.
     """
     hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
     if not hooks:

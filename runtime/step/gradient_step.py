@@ -21,7 +21,6 @@ class GradientStep(Step):
     """One call of a model on the eager route: forward and backward run eagerly, and a program exchanges the gradients.
 
     Args:
-        program: the program that exchanges gradients.
         names: the parameters whose gradients the program exchanges, in the program's order.
         rows: for each table, the ids of the rows in a recent gradient. They serve as the program's batch.
         in_rows: names of parameters whose gradients stay sparse (COO). All other gradients become dense.
@@ -41,10 +40,8 @@ class GradientStep(Step):
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
-        """Announces the call to the other ranks, and begins the program. Collective.
-
-        Raises:
-            PeerFailure: a rank has failed. Raised on every rank.
+        """Announces the call to the other ranks, and begins the program. Collective. Raises `PeerFailure` on every rank
+        if a rank has failed.
         """
         call_without_autograd(self.forward)
         self._results = []
@@ -54,10 +51,8 @@ class GradientStep(Step):
         return VersionSnapshot()
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Announces the step to the other ranks. Returns saved values, and the variant of the program's forward to run.
-
-        Usually returns without waiting for the other ranks. All ranks wait for each other at the start of the backward,
-        before anything is sent. Waits here if ranks broadcast buffers before the forward.
+        """Announces the step, and usually does not wait for the other ranks: all ranks meet at the start of the
+        backward, before anything is sent. Waits here if ranks broadcast buffers before the forward.
         """
         flow = self.program.flow
         if flow.is_within_steps or not flow.shares_failures or self.program.share_buffers is not None:
@@ -92,8 +87,7 @@ class GradientStep(Step):
         super()._begin_backward(BackwardVariant(), twice=False)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Stores a parameter's gradient that autograd has accumulated. Sends the parameter's bucket once all gradients
-        of the bucket are stored.
+        """Stores a parameter's accumulated gradient, and sends the parameter's bucket once it is complete.
 
         Raises:
             RuntimeError: the gradient has already been sent, or an earlier backward has reduced it.
@@ -118,9 +112,7 @@ class GradientStep(Step):
 
         Raises:
             RuntimeError: an earlier backward of this call has already reduced one of these gradients.
-            PeerFailure: a rank has failed. Raised on every rank.
-            FloatingPointError: a scalar result of any rank is not finite, and neither are its gradients. Raised on
-                every rank.
+            PeerFailure, FloatingPointError: as for `launch_flags`, on every rank.
         """
         program, opened = self.program, self._opened
         assert opened is not None
@@ -145,9 +137,9 @@ class GradientStep(Step):
         return all(bool(each.isfinite().all()) for each in values)
 
     def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Raises the error of this rank's backward if it has failed. Otherwise does nothing."""
+        """Raises the error of this rank's backward, if any, so that it is reported to the other ranks."""
         if self._failure is not None:
-            raise self._failure  # raise here, because an error in the backward is reported to the other ranks
+            raise self._failure
 
     def _call_backward(
         self,
@@ -156,11 +148,8 @@ class GradientStep(Step):
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Runs the program's backward, which exchanges the call's gradients. Returns its outputs.
-
-        Args:
-            tangents: the gradient of each parameter, or None for parameters without one.
-            announce_end: function to call once the backward can no longer fail.
+        """Runs the program's backward, which exchanges the call's gradients. `tangents` has one for each parameter, or
+        None.
         """
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
@@ -176,9 +165,7 @@ class GradientStep(Step):
         return backward.run(self._leaves, values, taken)
 
     def _to_exchange_layout(self, name: str, gradient: Tensor | None) -> Tensor:
-        """Converts a gradient to the layout (sparse or dense) in which ranks exchange it. Returns zeros if it is
-        None.
-        """
+        """Converts a gradient to the layout (sparse or dense) in which ranks exchange it; None becomes zeros."""
         in_rows = name in self._in_rows
         if gradient is None:
             parameter = self.program.state.parameter(name)

@@ -40,10 +40,8 @@ class LossArguments:
     """A sharded output layer, and the arguments of `F.cross_entropy` on its logits.
 
     Attributes:
-        promise: describes the output layer: its weight, its bias, and the ops that follow.
         reduction: 0 for "none", 1 for "mean", 2 for "sum".
-        smoothing: the label smoothing. 0 if `weight` is given, because class weights and smoothing together are not
-            supported.
+        smoothing: the label smoothing, 0 if `weight` is given: class weights and smoothing together are not supported.
     """
 
     promise: PromisedLogits
@@ -56,15 +54,11 @@ class LossArguments:
 
 
 class HeadLoss(torch.autograd.Function):
-    """The autograd function for the cross entropy of labels (M,) and the logits of a sharded output layer, computed
-    from hidden states (M, D).
-    """
+    """The cross entropy of labels (M,) and logits that a sharded output layer computes from hidden states (M, D)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, bias: Tensor | None, head: LossArguments, labels: Tensor) -> Tensor:
-        """Computes the loss over all ranks' shards of the output layer, and saves what the backward needs.
-        Collective.
-        """
+        """Computes the loss over all ranks' shards of the output layer. Collective."""
         promise, state, communicator = head.promise, head.state, head.communicator
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.wait_for_ranks(f"loss of logits of the sharded {promise.table}")
@@ -99,8 +93,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of the hidden states and the bias, and stores the gradient of the output layer's
-        shard. Collective.
+        """Returns the gradients of the hidden states and the bias, and stores that of the output layer's shard.
+        Collective.
         """
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
@@ -134,14 +128,12 @@ class HeadLoss(torch.autograd.Function):
 def _gradient_coefficients(
     head: LossArguments, gradient: Tensor, log_sums: Tensor, positions: Tensor, labels: Tensor, num_rows: int
 ) -> Tensor:
-    """Returns the coefficients from which every rank computes the gradient of its part of the logits. Their shape is
-    (S, 2), or (S, 4) with label smoothing.
+    """Returns the coefficients (S, 2), or (S, 4) with label smoothing, from which every rank computes the gradient of
+    its part of the logits.
 
     Args:
-        gradient: the gradient of the loss.
         log_sums: (S,), for each position the log of the sum of the exponentials of its logits.
         positions: (S,), the indices of the labels that are not ignored.
-        num_rows: the number of classes.
     """
     of_sums = None
     if head.smoothing:

@@ -32,12 +32,7 @@ class CommHook:
 
 
 class HookedBucket:
-    """The bucket that is passed to a communication hook. It has the methods of torch's `GradBucket`.
-
-    Args:
-        flat: all gradients of the bucket in one tensor.
-        parameters: the parameters to which these gradients belong.
-    """
+    """The bucket that a communication hook gets, with the methods of torch's `GradBucket`. `flat` has all gradients."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
         self._flat = flat
@@ -72,11 +67,8 @@ class HookedBucket:
 
 
 def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Runs a communication hook on a bucket, and returns the reduction, which is in flight. The hook's result will be
-    copied to `flat`.
-
-    Raises:
-        TypeError: the hook returns no future.
+    """Runs a communication hook on a bucket. Returns the reduction in flight, whose result will be copied to `flat`.
+    Raises `TypeError` if the hook returns no future.
     """
     future = comm_hook.hook(comm_hook.state, bucket)
     if not isinstance(future, torch._C.Future):  # collectives return futures of the base class
@@ -97,10 +89,8 @@ class _HookReduction:
         self._name = name
 
     def wait(self) -> None:
-        """Waits for the hook's future, and copies its result to the flat tensor.
-
-        Raises:
-            TypeError: the result is not a tensor of the bucket's size.
+        """Waits for the hook's future, and copies its result to the flat tensor. Raises `TypeError` if the result is
+        not a tensor of the bucket's size.
         """
         found = self._future.wait()
         reduced = found[0] if isinstance(found, list | tuple) and found else found

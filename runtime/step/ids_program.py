@@ -16,12 +16,7 @@ from embrace_fx.vocabulary.ops import draws_random_numbers, op_name
 
 
 def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runnable) -> IdsProgram:
-    """Builds the functions that find which table rows a batch reads and which of them each rank must send. These
-    functions can run before the batch's own step.
-
-    Args:
-        unique_phase: the phase that finds a batch's unique rows, as it runs in the batch's own step.
-    """
+    """Builds the functions that find which table rows a batch reads and which of them each rank must send."""
     gathers = [n for n in graph.phases["ids"].graph.nodes if op_name(n) == "embrace::all_gather_ids"]
     sent = [node.meta["role"].name for gather in gathers for node in gather.args[0]]
     paddings = {
@@ -53,25 +48,17 @@ def make_ids_program(graph: TrainingGraph, state: ModelState, unique_phase: Runn
 def _unique_on_device(
     graph: TrainingGraph, state: ModelState, sent: Sequence[str]
 ) -> Callable[[Sequence[Any]], tuple[Values, list[Tensor]]]:
-    """Returns a function that finds the unique row ids of a flattened batch on a device. The function pads these ids to
-    a fixed length, so that the host need not wait for their number. It returns the values of the phase, by name, and
-    for each table the number of its unique ids.
-
-    Args:
-        sent: for each table, the name of the value that contains its unique ids.
+    """Returns the function `unique_on_device` of an `IdsProgram`. It pads the unique ids to a fixed length, so that the
+    host need not wait for their number. `sent` has, for each table, the name of the value with its unique ids.
     """
     counts: dict[str, Tensor] = {}
 
     def device_function(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns the function that runs a graph node if the node finds unique ids, otherwise None."""
         if op_name(node) != "embrace::unique_ids":
             return None
         name = next(user.name for user in node.users if user.args[1] == 0)
 
         def unique_ids_on_device(ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-            """Returns a list of the unique ids, padded to a fixed length, and, for each tensor in `ids`, the positions
-            of its ids among them. Stores the number of unique ids.
-            """
             rows, counts[name], where = padded_unique_ids(ids, num_rows, padding_idx)
             return [rows, *where]
 
@@ -80,12 +67,6 @@ def _unique_on_device(
     unique = make_runnable(graph.phases["unique"], state, device_function)
 
     def unique_on_device(leaves: Sequence[Any]) -> tuple[Values, list[Tensor]]:
-        """Finds the unique row ids of a flattened batch. Returns the values of the phase, by name, and for each table a
-        tensor with the number of its unique ids.
-
-        Args:
-            leaves: the flattened batch.
-        """
         values = unique.run_and_save(leaves, {})
         found = [counts[name] for name in sent]
         counts.clear()
@@ -95,15 +76,10 @@ def _unique_on_device(
 
 
 def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, list[Tensor]], None]:
-    """Returns a function that computes which rows each rank must send. Its arguments are the values saved for a batch
-    and the ids of all ranks. It adds its results to the saved values.
-    """
+    """Returns the function `routing` of an `IdsProgram`: it runs the ids phase on ids that were already exchanged."""
     unpacked: list[list[Tensor]] = []
 
     def gathered_ids(node: fx.Node) -> Callable[..., Any] | None:
-        """Returns a function that replaces a graph node which exchanges ids. The function uses the ids that were
-        already exchanged. Returns None for other nodes.
-        """
         if op_name(node) == "embrace::unpack_ids":
             return lambda *_: unpacked.pop()
         launches = ("embrace::all_gather_ids", "_c10d_functional::wait_tensor")
@@ -112,12 +88,6 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
     route = make_runnable(graph.phases["ids"], state, gathered_ids)
 
     def routing(values: Values, of_tables: list[Tensor]) -> None:
-        """Computes which rows each rank must send, and adds the results to `values`.
-
-        Args:
-            values: the values saved for the batch, by name.
-            of_tables: the ids that all ranks read, for each table.
-        """
         unpacked.append(of_tables)
         route.run_and_save((), values)
 
@@ -125,12 +95,8 @@ def _make_routing(graph: TrainingGraph, state: ModelState) -> Callable[[Values, 
 
 
 def _can_run_ahead(unique: fx.GraphModule, forward: fx.GraphModule) -> bool:
-    """Returns whether a batch's ids can be computed before its step. This requires that their graph draws no random
-    numbers and reads no values that the forward writes.
-
-    Args:
-        unique: the graph that finds the unique ids.
-        forward: the graph of the forward.
+    """Returns whether a batch's ids can be computed before its step: their graph (`unique`) draws no random numbers and
+    reads no values that the forward writes.
     """
     written = {role.of for _, role in outputs_of(forward) if isinstance(role, Mutation)}
     return not any(map(draws_random_numbers, unique.graph.nodes)) and written.isdisjoint(

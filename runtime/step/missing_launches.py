@@ -32,10 +32,8 @@ class _RegisteredLaunch:
     """A collective that a phase launches, with what is needed to launch it if the phase fails.
 
     Attributes:
-        op: the name of the op that makes the launch.
         id: the launch's id, or None if it is made immediately, without the launcher.
-        call: the function that makes the launch.
-        arguments: the function's arguments. A value that a phase has saved is represented by its `Saved` role.
+        arguments: the arguments of `call`. A value that a phase has saved is represented by its `Saved` role.
         like: a fake tensor with the shape and dtype of the tensor that the launch sends, or None.
     """
 
@@ -48,9 +46,6 @@ class _RegisteredLaunch:
 
 class MissingLaunches:
     """Launches the collectives that a failed phase has not launched, because other ranks wait for them. Sends zeros.
-
-    Args:
-        flow: the pipeline whose launcher makes the launches.
 
     Attributes:
         on_the_spot: whether the phase makes some launches immediately, without the launcher.
@@ -83,7 +78,6 @@ class MissingLaunches:
         """Returns a function that calls `call` and counts its calls."""
 
         def launched(*arguments: Any) -> Any:
-            """Counts the call, and makes it."""
             self._made += 1
             return call(*arguments)
 
@@ -91,17 +85,13 @@ class MissingLaunches:
         return launched
 
     def begin(self, values: Values) -> Values:
-        """Begins a phase. Returns the part of the saved `values` that is needed to make the phase's launches if it
-        fails.
-        """
+        """Begins a phase. Returns the saved `values` that are needed to make the phase's launches if it fails."""
         self._made = 0  # count of launches made without a launcher in this run of the phase
         return {name: values[name] for name in self._names if name in values}
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made. Waits for launches that are made without the launcher.
-
-        Args:
-            values: the result of `begin`.
+        """Makes the launches that the failed phase has not made. `values` is the result of `begin`. Waits for those
+        without the launcher.
         """
         if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
             self._flow.await_ids()  # this also divides the next batch's rows into early and late ones
@@ -123,11 +113,8 @@ class MissingLaunches:
         return launch.call(void, *rest)
 
     def _zeros(self, launch: _RegisteredLaunch, arguments: list[Any]) -> Tensor | None:
-        """Returns zeros in the shape of the tensor that a launch sends, or None if it needs no tensor.
-
-        Args:
-            arguments: the launch's other arguments. For a launch of the output layer's exchange, the first of them is
-                set to None.
+        """Returns zeros in the shape of the tensor that a launch sends, or None if it needs no tensor. `arguments` are
+        the launch's other arguments; for a launch of the output layer's exchange, the first is set to None.
         """
         like, rank = launch.like, self._communicator.rank
         assert like is not None
@@ -156,9 +143,7 @@ def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
 
 
 def _to_saved_role(argument: Any) -> Any:
-    """Converts an argument of a graph node to a form that can be stored. A value that a phase has saved becomes its
-    role. Other nodes, and lists that contain nodes, become None. Constants do not change.
-    """
+    """Returns the role of a saved value, None for another node or a list of nodes, and a constant as it is."""
     if isinstance(argument, fx.Node):
         role = argument.meta.get("role")
         return role if argument.op == "placeholder" and isinstance(role, Saved) else None

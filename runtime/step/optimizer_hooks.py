@@ -52,8 +52,7 @@ class _OptimizerStep:
         hidden: for each hidden gradient, (parameter, `.grad` to restore after the step, `.grad` during the step).
         buckets: `id` of a parameter -> its bucket, for parameters whose update is left to the next forward.
         late: the row exchanges of tables whose update is left to the next forward.
-        joined: (joined table, gradient rows) for each joined table to update by rows immediately.
-        rows: tables to update by rows immediately.
+        joined, rows: joined tables (with their gradient rows) and tables to update by rows immediately.
         dense: tables to update immediately with a gradient of all rows.
         own: tables that the optimizer's own step updates.
         replicas: (table, gradient) for each unsharded table to update by rows.
@@ -96,14 +95,12 @@ class OptimizerHooks:
     """Hooks on a model's optimizers, so that their steps also update sharded tables and apply gradients in flight.
 
     Args:
-        state: the model's parameters and tables.
         unshard: called with (names of tables, reason) to unshard tables that an optimizer cannot update by shards.
             Collective.
 
     Attributes:
         known_optimizers: the optimizers that have hooks.
         replicas: unsharded tables of which only rows with a gradient are updated.
-        recorder: records the time of each step.
         of_any_layout: whether to convert gradients whose layout (sparse or dense) the optimizer does not support.
     """
 
@@ -159,8 +156,8 @@ class OptimizerHooks:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs before an optimizer's step. Waits for gradients that the step reads, and hides gradients that the
-        optimizer's class cannot apply. Returns new (args, kwargs) for the step if it has a closure, otherwise None.
+        """Waits for gradients that an optimizer's step reads, and hides those that its class cannot apply. Returns new
+        (args, kwargs) for the step if it has a closure, otherwise None.
         """
         # An earlier step is still recorded if it raised, or if it is a subclass's step that calls its base class's
         # step.
@@ -184,13 +181,11 @@ class OptimizerHooks:
         """Returns a closure that returns the loss after its gradients have arrived.
 
         Args:
-            closure: the user's closure.
             decides: whether the optimizer's step depends on the loss and may evaluate the closure several times, as
                 LBFGS does. If False, `closure` is evaluated now.
         """
 
         def evaluate() -> Any:
-            """Evaluates the closure, and waits for its gradients."""
             with torch.enable_grad():
                 loss = closure()
             self._flow.apply()
@@ -230,10 +225,8 @@ class OptimizerHooks:
             self._flow.buckets.release(optimizer)
 
     def _held_tables(self, optimizer: Optimizer) -> list[Member]:
-        """Returns the sharded tables among an optimizer's parameters.
-
-        Raises:
-            RuntimeError: a table has gradients only from backwards under `no_sync`, which differ between ranks.
+        """Returns the sharded tables among an optimizer's parameters. Raises `RuntimeError` if a table has gradients
+        only from backwards under `no_sync`, which differ between ranks.
         """
         by_id = {id(table.parameter): table for table in self._state.tables.values()}
         held, names = list[Member](), list[str]()
@@ -308,8 +301,8 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns those unsharded tables of an optimizer that are updated by rows. This is possible if the optimizer's
-        step changes only rows with a gradient.
+        """Returns those unsharded tables of an optimizer that are updated by rows: its step changes only rows with a
+        gradient.
         """
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
@@ -318,8 +311,8 @@ class OptimizerHooks:
         return [table for table in found if not table.rule.moves_all]
 
     def _may_defer(self, optimizer: Optimizer) -> bool:
-        """Returns whether an optimizer's update may be left to the next forward. The optimizer must be of a known
-        class, must not handle a `GradScaler` itself, and must not have hooks of the user.
+        """Returns whether an optimizer's update may be left to the next forward: its class is known, and neither a
+        `GradScaler` nor hooks of the user take part in its step.
         """
         own = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
         hooks = *own, *_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()
@@ -336,9 +329,7 @@ class OptimizerHooks:
         return list(dict.fromkeys([of_table[table.name] for table in tables if table.name in of_table]))
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs after an optimizer's step: restores hidden gradients, and applies or defers the updates of tables and
-        buckets.
-        """
+        """Restores hidden gradients after an optimizer's step, and applies or defers updates of tables and buckets."""
         if isinstance(closure := find_closure(args, kwargs), MeanLoss):
             closure.restore()
         step = self._steps.pop(id(optimizer), None)
@@ -382,8 +373,8 @@ class OptimizerHooks:
             exchange.record_step(moved_all=bool(tables & moved_all), of_all=of_all, rewritten=rewrote)
 
     def _step_row_wise(self, step: _OptimizerStep) -> None:
-        """Updates the tables of a `RowWiseAdagrad`. Tables in `step.rows` are updated now, and tables in `step.late` in
-        the next forward.
+        """Updates the tables of a `RowWiseAdagrad`: those in `step.rows` now, and those in `step.late` in the next
+        forward.
 
         Ranks may differ in which tables they update now, but all ranks sum the norms of gradient rows in the same
         order.
@@ -411,8 +402,8 @@ class OptimizerHooks:
 
     @staticmethod
     def _unscale(optimizer: Optimizer, step: _OptimizerStep) -> bool:
-        """Divides gradients that are not applied by the optimizer's own step by the scale of a `GradScaler`. Returns
-        False if the step must be skipped.
+        """Divides gradients that the optimizer's own step does not apply by the scale of a `GradScaler`. Returns False
+        if the step must be skipped.
         """
         found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
@@ -437,8 +428,8 @@ class OptimizerHooks:
         return state_dict_with_shards(optimizer, state_dict, self._state, self._communicator)
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Applies pending updates. Returns the state dict to load, which contains, for sharded tables, the state of
-        this rank's shard.
+        """Applies pending updates. Returns the state dict to load, with the state of this rank's shard for sharded
+        tables.
         """
         self._apply_all()
         self._flow.resend_rows()
@@ -446,10 +437,8 @@ class OptimizerHooks:
 
 
 def _gradient_rows(gradient: Tensor, *, every: bool) -> Rows:
-    """Returns the ids and rows of an unsharded table's gradient.
-
-    Args:
-        every: whether to return all rows of a dense gradient. If False, returns only rows that are not zero.
+    """Returns the ids and rows of an unsharded table's gradient: of a dense one, all rows if `every`, else those not
+    zero.
     """
     if gradient.is_sparse:
         gradient = gradient.coalesce()
@@ -473,7 +462,6 @@ def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> H
     itself = weakref.ref(optimizer_hooks)
 
     def call(*args: Any) -> Any:
-        """Calls the method with gradients disabled, if its object still exists."""
         if (found := itself()) is None:
             return None
         had_gradients = torch.is_grad_enabled()

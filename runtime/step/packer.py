@@ -52,8 +52,8 @@ class Packer:
         return flat.detach()  # return a separate tensor, so that references to the kept memory can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns the gradient to reduce for a parameter: the sum of `gradient` and of gradients from earlier backwards
-        under `no_sync`, after the parameter's hooks.
+        """Returns the sum of `gradient` and of gradients from earlier backwards under `no_sync`, after the parameter's
+        hooks.
         """
         state = self._state
         if name not in state.hooked or name in state.unreached:

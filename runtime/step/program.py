@@ -49,10 +49,8 @@ class LoweredPhase:
     """A forward or backward phase as a function.
 
     Attributes:
-        run: the function.
         missing: makes the launches for which other ranks wait, if the phase fails.
-        absent: ids of launches that this variant of the phase does not make, so that the launcher does not wait for
-            them.
+        absent: ids of launches that this variant does not make, so that the launcher does not wait for them.
     """
 
     run: Runnable | StreamingBackward
@@ -69,28 +67,24 @@ class Program:
             are not reduced (`no_sync`).
         result_constants: index of a flattened result -> its value, for results that are not tensors.
         head: builds this rank's announcement of a step from a flattened batch.
-        share_buffers: called once all ranks have announced this program, before anything reads a buffer. None if ranks
-            share no buffers.
-        flow: the pipeline that launches exchanges and keeps updates for the next step.
+        scores_nothing: whether a loss averages over labels but a flattened batch has none.
+        share_buffers: called once all ranks have announced this program, before anything reads a buffer, or None.
         links: the cluster's links, from which message sizes are chosen.
         regions: compiles the compute between two communications, or None to call each op separately.
         variants: returns the graph for a variant of a step, such as the first step. None if `graph` serves every step.
         copies: offloads saved values to the host and reloads them, or None.
         of_gradients: whether the backward gets gradients one by one, as on the eager route.
-        scores_nothing: function of a flattened batch that returns whether a loss averages over labels but the batch has
-            none.
 
     Attributes:
         unique, ids: the phases that run before the forward.
-        has_backward: whether the program has a backward. An evaluation has none.
         ids_program: finds the rows that a batch reads. It can run before the batch's step.
         overlaps_steps: whether the forward waits for communication that the previous step has started.
         announces: whether the exchange of ids also announces the step.
         results: indices of the flattened results that the forward computes.
         differentiable: the subset of `results` that has gradients.
+        differentiable_places: the positions in `results` of the indices in `differentiable`.
         promised: index of a result -> its deferred logits. The forward returns hidden states there, and the user gets
             logits whose values are computed when they are read.
-        differentiable_places: the positions in `results` of the indices in `differentiable`.
     """
 
     def __init__(  # noqa: PLR0913
@@ -187,18 +181,14 @@ class Program:
         return {name: run.source for name, run in runs.items()}
 
     def compute_as(self, graph: TrainingGraph) -> None:
-        """Replaces the backward by that of `graph`, which computes the same values in another order. Takes effect at
-        the next backward.
-        """
+        """Replaces the backward, from the next one on, by that of `graph`: the same values in another order."""
         of_forward = {key for key in self._lowered if key == "forward" or isinstance(key, ForwardVariant)}
         self._lowered = {key: each for key, each in self._lowered.items() if key in of_forward}
         self._lowered["backward"] = self._lower_phase("backward", graph, self._bind(graph))
         self._record_backward_reads(graph)
 
     def _record_results(self, graph: TrainingGraph) -> None:
-        """Stores which results the forward computes, which of them have a gradient, and which parameters each result
-        depends on.
-        """
+        """Stores which results the forward computes, and which have a gradient and depend on which parameters."""
         self.results = [r.index for _, r in outputs_of(graph.phases["forward"]) if isinstance(r, Result)]
         self.differentiable = frozenset(role.index for _, role in graph.inputs() if isinstance(role, Tangent))
         found = enumerate(self.results)

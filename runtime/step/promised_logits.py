@@ -52,7 +52,6 @@ class LogitsSource:
     steps that follow the matrix product, such as a scaling.
 
     Attributes:
-        promise: names the table and the bias, and describes the steps after the product.
         steps: the number of optimizer steps so far at the model's call.
         version: the version counter of the table's shard at the model's call.
     """
@@ -68,10 +67,7 @@ class LogitsSource:
         cls, promise: PromisedLogits, state: ModelState, communicator: Communicator, *, trains: bool
     ) -> LogitsSource:
         """Returns the source for the logits of a call of the model. Drops the cached copy of the whole table if it is
-        outdated, or if `trains`.
-
-        Args:
-            trains: whether a backward may follow the call.
+        outdated, or if a backward may follow the call (`trains`).
         """
         steps, local = communicator.progress.optimizer_steps, state.tables[promise.table].local
         if trains or (promise.table in state.gathered and not state.gathered[promise.table].is_current(local, steps)):
@@ -99,10 +95,8 @@ class LogitsSource:
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def compute(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Computes the logits (.., V) of hidden states (.., D) from the whole table. Collective.
-
-        Args:
-            parameters: the table and, if there is one, the bias. None for the source's own parameters.
+        """Computes the logits (.., V) of hidden states (.., D) from the whole table. Collective. `parameters` replace
+        the source's own.
         """
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
@@ -114,9 +108,7 @@ class LogitsSource:
             return apply_steps(F.linear(hidden, weight, *bias), self.promise.steps)[-1]
 
     def _gather_table(self, weight: TableShard) -> Tensor:
-        """Returns the whole table, gathered from all ranks and cached. `weight` is this rank's shard. Collective at the
-        first call.
-        """
+        """Returns the whole table, gathered from all ranks' shards at the first call (collective) and cached."""
         gathered, name = self.state.gathered, self.promise.table
         if name not in gathered:
             local = self.state.tables[name].local.detach()
@@ -129,7 +121,7 @@ class LogitsState:
     """The state that logits share with views of them, such as slices.
 
     Attributes:
-        before: the state of the logits that these logits are a view of, or None if they are not a view.
+        before: the state of the logits that these logits are a view of, or None.
         value: the values of the logits, or None if they have not been computed.
         version: the version counter of `value` when it was computed.
         is_scored: whether a loss of these logits, or of a view, was computed from the shards of the output layer.
@@ -143,9 +135,7 @@ class LogitsState:
     is_hooked: bool = False
 
     def chain(self) -> Iterator[LogitsState]:
-        """Yields the state of these logits. If they are a view, then yields the state of the logits that they are a
-        view of, and so on.
-        """
+        """Yields the state of these logits, then that of the logits that they are a view of, and so on."""
         found: LogitsState | None = self
         while found is not None:
             yield found
@@ -158,11 +148,10 @@ class LogitsState:
 
 
 class _LogitsFunction(torch.autograd.Function):
-    """The autograd function that creates logits. Its backward computes gradients of hidden states and parameters."""
+    """Creates logits by `make`. Its backward computes gradients of hidden states and parameters."""
 
     @staticmethod
     def forward(ctx: Any, make: Callable[[], Logits], hidden: Tensor, *parameters: Tensor) -> Logits:
-        """Returns logits whose values are not computed yet, as created by `make`."""
         logits = make()
         ctx.save_for_backward(hidden)
         ctx.made, ctx.source, ctx.is_log = logits.made, logits.source, logits.is_log
@@ -171,7 +160,6 @@ class _LogitsFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients of the hidden states and parameters from a gradient of the logits."""
         if any(each.is_changed for each in ctx.made.chain()):
             raise RuntimeError(_CHANGED)
         whole = [each.full_tensor() if isinstance(each, TableShard) else each for each in ctx.source.parameters()]
@@ -183,16 +171,14 @@ class _LogitsFunction(torch.autograd.Function):
 
 
 class _ValuesFunction(torch.autograd.Function):
-    """The autograd function that returns the values of logits, and passes gradients on to the logits."""
+    """Returns the values of logits, and passes gradients of the values on to the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, values: Tensor) -> Tensor:
-        """Returns the computed values."""
         return values
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        """Passes the gradient of the values on to the logits."""
         return gradient, None
 
 
@@ -201,13 +187,11 @@ class Logits(Tensor):
 
     Attributes:
         hidden: the hidden states (.., D), with their autograd graph.
-        source: the parameters and steps by which the logits are computed from the hidden states.
-        base: function that computes the values from other logits, for example from the logits that these logits are a
-            view of. None to compute the values from `source`.
+        base: computes the values from other logits, such as those that these are a view of. None to compute them from
+            `source`.
         is_log: whether these are log-softmax values.
-        made: the state that these logits share with views. It includes the values, once they have been computed.
-        node: the autograd node that created the logits. `grad_fn` is another node if the logits were passed through
-            another autograd function.
+        made: the state that these logits share with views, with the values once they have been computed.
+        node: the autograd node that created the logits. `grad_fn` is another node after another autograd function.
     """
 
     hidden: Tensor
@@ -232,7 +216,6 @@ class Logits(Tensor):
         inputs = (hidden, *source.parameters()) if hidden.requires_grad else (hidden,)
 
         def make() -> Logits:
-            """Creates the tensor, without values."""
             found: Any = Tensor._make_wrapper_subclass(
                 cls, (*hidden.shape[:-1], rows), dtype=source.dtype(hidden), device=hidden.device
             )
@@ -258,18 +241,12 @@ class Logits(Tensor):
 
     @property
     def is_made(self) -> bool:
-        """Whether the values have been computed or changed, either of these logits or of logits that they are a view
-        of.
-        """
+        """Whether the values of these logits, or of logits that they are a view of, have been computed or changed."""
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
-        """Returns logits that are computed from these, such as a slice.
-
-        Args:
-            hidden: the hidden states of the result.
-            base: computes the values of the result from those of these logits.
-            source: the source of the result, or None for that of these logits.
+        """Returns logits that are computed from these, such as a slice: from other hidden states, or by `base` from the
+        values.
         """
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
@@ -299,8 +276,8 @@ class Logits(Tensor):
 
 
 def _on_gradient_request(logits: Sequence[Logits]) -> None:
-    """Records that user code wants the gradient of logits. Raises `RuntimeError` if a loss has already been computed
-    from the shards of the output layer, because no gradient of the logits is then computed.
+    """Records that user code wants the gradient of logits. Raises `RuntimeError` if a loss was already computed from
+    the shards: it computes no gradient of the logits.
     """
     for each in logits:
         if any(made.is_scored for made in each.made.chain()):
@@ -328,13 +305,11 @@ _OF_GRADIENTS = frozenset({torch.autograd.grad, Tensor.register_hook, Tensor.ret
 """What asks for the gradient of logits."""
 
 
-# -- views and casts ---------------------------------------------------------------------------------------------------
+# -- views and casts, without computing values -------------------------------------------------------------------------
 
 
 def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Reshapes the leading dimensions of logits by `func`, without computing the logits' values. Returns
-    `NotImplemented` if the reshape changes the last dimension.
-    """
+    """Reshapes the leading dimensions of logits by `func`. `NotImplemented` if the last dimension changes."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not shape or shape[-1] != logits.shape[-1]:
@@ -344,17 +319,13 @@ def _reshape(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keep_values(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Runs an op that changes neither the shape nor the values, such as `clone`, without computing the logits'
-    values.
-    """
+    """Runs an op that changes neither the shape nor the values, such as `clone`."""
     hidden = logits.hidden.detach() if func is Tensor.detach else logits.hidden
     return logits.derived(hidden, lambda: func(logits.make(), *args, **kwargs))
 
 
 def _index(func: Any, logits: Logits, index: Any) -> Any:
-    """Indexes the leading dimensions of logits without computing the logits' values. Returns `NotImplemented` if the
-    index selects from the last dimension.
-    """
+    """Indexes the leading dimensions of logits. `NotImplemented` if the index selects from the last dimension."""
     indices = index if isinstance(index, tuple) else (index,)
     behind = indices[next((k for k, each in enumerate(indices) if each is Ellipsis), -1) + 1 :]
     has_ellipsis = any(each is Ellipsis for each in indices)
@@ -367,8 +338,8 @@ def _index(func: Any, logits: Logits, index: Any) -> Any:
 
 
 def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
-    """Casts logits to a floating-point dtype without computing their values. Returns `NotImplemented` for other dtypes,
-    and for log-softmax values, because the cast would be applied before the log-softmax.
+    """Casts logits to a floating-point dtype. `NotImplemented` for other dtypes, and for log-softmax values, because
+    the cast would be applied before the log-softmax.
     """
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty((0,), dtype=logits.dtype, device=logits.device)
@@ -387,9 +358,7 @@ def _cast(func: Any, logits: Logits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _log_softmax(func: Any, logits: Logits, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Applies log-softmax without computing the logits' values. Returns `NotImplemented` unless it is over the last
-    dimension and keeps the dtype.
-    """
+    """Applies log-softmax. `NotImplemented` unless it is over the last dimension and keeps the dtype."""
     dtype = kwargs.get("dtype")
     if logits.is_log or dim not in (-1, logits.dim() - 1) or args or (dtype is not None and dtype != logits.dtype):
         return NotImplemented

@@ -26,11 +26,7 @@ Step = tuple[SparseUpdate, Rows]
 
 def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, recorder: Recorder) -> None:
     """Starts summing the squared norms of gradient rows over ranks, because each rank has only some columns of a row.
-    Collective.
-
-    Args:
-        steps: a pair of (update, gradient rows) for each table that a row-wise optimizer updates. Each update waits for
-            the sums of its rows.
+    Collective. Each update of `steps` waits for the sums of its rows.
     """
     if not steps:
         return
@@ -42,10 +38,8 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
 
 
 class _RowNorms:
-    """The squared norms (K,) of gradient rows, while they are summed over ranks.
-
-    Args:
-        squares: (K,), for each row the sum of squares over this rank's columns.
+    """The squared norms (K,) of gradient rows, while they are summed over ranks. `squares` (K,) sums this rank's
+    columns.
     """
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:

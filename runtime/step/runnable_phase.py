@@ -39,7 +39,6 @@ class Runnable:
     Attributes:
         run: computes the outputs from a list of arguments.
         sources: for each argument, a pair of the kind of its source and its key in this source.
-        roles: the role of each output.
         last: whether this is the last phase. If True, each saved value is removed from `values` when it is read, so
             that its memory is freed after its last use.
     """
@@ -70,11 +69,7 @@ class Runnable:
         return phase_source(self.run)
 
     def run_and_save(self, leaves: Sequence[Any], values: Values) -> Values:
-        """Runs the phase, stores the values that it saves in `values`, and returns `values`.
-
-        Args:
-            leaves: the flattened batch.
-        """
+        """Runs the phase on a flattened batch, stores the values that it saves in `values`, and returns `values`."""
         store_saved(self.roles, self(leaves, values, {}), values)
         return values
 
@@ -114,25 +109,19 @@ def make_runnable(
 
 
 def make_reader(module: fx.GraphModule, state: ModelState) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Returns a function that takes a flattened batch and returns the outputs of a graph (`module`) without
-    collectives.
-    """
+    """Returns a function of a flattened batch that computes the outputs of a graph (`module`) without collectives."""
     run = make_runnable(module, state)
     return lambda leaves: run(leaves, {}, {})
 
 
 def store_saved(roles: Sequence[OutputRole], outputs: Sequence[Any], values: Values) -> None:
-    """Stores outputs of a phase in `values`, by name, if later phases read them.
-
-    Args:
-        roles: the role of each output.
-    """
+    """Stores in `values`, by name, the outputs of a phase that later phases read."""
     values |= {role.name: value for role, value in zip(roles, outputs, strict=True) if isinstance(role, Saved)}
 
 
 def call_without_autograd(call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
     """Calls a function with autograd and autocast turned off, because the graphs of a program already contain gradients
-    and casts as nodes. Returns the function's result.
+    and casts as nodes.
     """
     had_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # `torch.no_grad` would make eight Python calls

@@ -46,11 +46,8 @@ _NOTHING_READ = VersionSnapshot()
 
 
 def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following: NextBatch | None = None) -> list[Any]:
-    """Runs the model on a flattened batch, and returns its flattened results.
-
-    Args:
-        train: whether a backward will follow, from results that require grad.
-        following: the next batch, or None if it is not known.
+    """Runs the model on a flattened batch, and returns its flattened results. `train` says whether a backward will
+    follow; `following` is the next batch, if it is known.
     """
     step = Step(program, leaves, following)
     tensors: Sequence[Any]
@@ -76,7 +73,6 @@ class OpenedBackward:
 
     Attributes:
         gate: the barrier at which this rank waits until all ranks are in the backward, or None if it need not wait.
-        phase: the function of the backward.
         needed: the saved values that are needed if the backward fails, to make the launches for which other ranks wait.
     """
 
@@ -87,12 +83,7 @@ class OpenedBackward:
 
 
 class Step:
-    """One call of the model, from its announcement to other ranks until the end of its backward.
-
-    Args:
-        leaves: the flattened batch.
-        following: the next batch, or None if it is not known.
-    """
+    """One call of the model, from its announcement to other ranks until the end of its backward."""
 
     def __init__(self, program: Program, leaves: Sequence[Any], following: NextBatch | None) -> None:
         self.program = program
@@ -108,7 +99,7 @@ class Step:
 
     def forward(self) -> list[Any]:
         """Announces the call to the other ranks, runs its forward, and keeps what the backward needs. Returns the
-        results that the forward computes.
+        results.
         """
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
@@ -130,19 +121,15 @@ class Step:
         return results
 
     def _snapshot_reads(self, values: Values, results: Sequence[Any], made: Sequence[int]) -> VersionSnapshot:
-        """Returns a snapshot of the tensors that the backward reads, to detect writes between forward and backward.
-
-        Args:
-            values: the saved values.
-            results: the results of the forward.
-            made: the indices of the results that `writable_results` has replaced.
+        """Returns a snapshot of the tensors that the backward reads, to detect writes before it. `made` has the indices
+        of the results that `writable_results` has replaced.
         """
         read = self.program.snapshot_reads(self._leaves, values)
         return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward, and returns its outputs. If it raises an error, reports the error to the other ranks, makes
-        the launches for which they wait, and re-raises the error.
+        """Runs the forward, and returns its outputs. Reports an error to the other ranks, and makes the launches for
+        which they wait.
         """
         program = self.program
         needed = forward.missing.begin(values)
@@ -190,8 +177,8 @@ class Step:
             tangents: the gradients of the results, or None for results without one.
             for_parameters: whether parameters get gradients. False under `torch.autograd.grad` with respect to inputs.
             twice: whether `create_graph=True` was given.
-            keeps: whether to keep the saved values for another backward, because no parameter gets a gradient from this
-                one, and `retain_graph=True` was given.
+            keeps: whether to keep the saved values for another backward (`retain_graph=True`, without gradients of
+                parameters).
 
         Raises:
             RuntimeError: `twice` is True, this is a second backward, or tensors that the backward reads were written.
@@ -233,12 +220,8 @@ class Step:
         self._launch_flags(self.program.used.words(()), 0)("", None, lambda: True)
 
     def _enter_backward(self, call: int) -> BackwardBarrier | None:
-        """Tells the other ranks that this rank has entered its backward. Returns the barrier to wait at, or None for a
-        single rank.
-
-        Args:
-            call: the call of the model to which the backward belongs: 1 for the last call, 2 for the one before, and so
-                on. A rank that computes nothing passes 0.
+        """Tells the other ranks that this rank has entered the backward of a `call`: 1 for the last one, 2 for the one
+        before, and so on, 0 if it computes nothing. Returns the barrier to wait at, or None for a single rank.
         """
         if not self.program.flow.shares_failures:
             return None
@@ -247,14 +230,8 @@ class Step:
         return BackwardBarrier(program.announcements, call)
 
     def _open_backward(self, values: Values) -> OpenedBackward:
-        """Begins a backward: tells the other ranks, and lets the launcher start the backward's collectives once all
-        ranks are there.
-
-        Args:
-            values: the saved values of the forward.
-
-        Raises:
-            PeerFailure: another rank will not run this backward. Raised on every rank that runs it.
+        """Begins a backward: tells the other ranks, and lets the launcher start its collectives once all ranks are
+        there. Raises `PeerFailure`, on every rank that runs it, if another rank will not.
         """
         program, flow = self.program, self.program.flow
         gate = self._enter_backward(1 + program.communicator.progress.step - self._announced)
@@ -279,11 +256,7 @@ class Step:
         """Runs the backward to its end, and checks that it has succeeded on all ranks.
 
         Args:
-            opened: the backward, as begun by `_open_backward`.
-            values: the saved values of the forward, by name.
-            tangents: the gradients of the results, or None for results without one.
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
-            twice: whether `create_graph=True` was given.
 
         Returns:
             The backward's outputs, the role of each output, and for each parameter how many ranks' backwards reach it.
@@ -302,7 +275,7 @@ class Step:
                 finish = self._launch_flags(used, written)
 
             def announce_end() -> None:
-                """Starts exchanging the backward's flags. Only the first call does this."""
+                """Starts exchanging the backward's flags, at the first call."""
                 nonlocal finish
                 if gate is not None:
                     self._check_barrier(gate)
@@ -339,9 +312,7 @@ class Step:
             raise RuntimeError(TWICE)
 
     def _written_tensors(self) -> tuple[int, str]:
-        """Finds the tensors that the backward reads and that were written since the forward. Returns their number, and
-        their names as text.
-        """
+        """Returns how many tensors that the backward reads were written since the forward, and their names."""
         written = self._read_again.written()
         self._read_again = _NOTHING_READ  # so that the backward can free values after their last use
         return len(written), self.program.name_written(written, self._leaves) if written else ""
@@ -353,13 +324,7 @@ class Step:
         tangents: Sequence[Tensor | None],
         announce_end: Callable[[], None],
     ) -> tuple[Any, ...]:
-        """Runs the backward, and returns its outputs.
-
-        Args:
-            values: the saved values of the forward, by name.
-            tangents: the gradients of the results, or None for results without one.
-            announce_end: called by `GradientStep` once the backward can no longer fail; unused here.
-        """
+        """Runs the backward, and returns its outputs. `GradientStep` calls `announce_end` when it can fail no more."""
         program = self.program
         dense = {
             # The graph was traced for contiguous gradients, and autograd omits gradients of unused results.
@@ -371,9 +336,7 @@ class Step:
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
         """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent before.
-
-        Raises:
-            PeerFailure: a rank is not in this backward.
+        Raises `PeerFailure` if a rank is not in this backward.
         """
         if gate.future.done():
             gate.wait()
@@ -386,15 +349,7 @@ class Step:
     def _fail_backward(
         self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
     ) -> None:
-        """Reports to the other ranks that this rank's backward has failed, and makes the launches for which they wait.
-
-        Args:
-            backward: the phase that failed.
-            gate: the barrier of the backward.
-            needed: the values from which these launches are made.
-            used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
-            failure: the error that ended the backward.
-        """
+        """Tells the other ranks that this rank's backward has failed, and makes the launches for which they wait."""
         flow = self.program.flow
         self._check_barrier(gate)
         backward.missing.submit(needed)
@@ -408,11 +363,7 @@ class Step:
         """Returns whether gradients are the same as under DDP, although a scalar result may not be finite.
 
         This is so if the training loop has replaced the result by another tensor, because the result then has no
-        gradient. It is also so if the result is a mean over no labels, because the mean is nan but its gradients are
-        zero.
-
-        Args:
-            tangents: the gradients of the results, or None for results without one.
+        gradient. It is also so if the result is a mean over no labels: the mean is nan, but its gradients are zero.
         """
         losses = [
             tangent
@@ -429,11 +380,8 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of the batch's tensors that require one, in the order of the batch. A gradient is None
-        if the backward does not compute it.
-
-        Args:
-            roles, outputs: the outputs of the backward, and the role of each.
+        """Returns the gradients of the batch's tensors that require one, in the order of the batch; None if not
+        computed.
         """
         wanted = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not wanted:

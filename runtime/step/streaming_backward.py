@@ -24,12 +24,7 @@ _Output = tuple[fx.Node | None, OutputRole]
 
 
 class StreamingBackward:
-    """A backward of the eager route that runs in pieces, so that each bucket is sent as soon as its gradients exist.
-
-    Args:
-        module: the graph of the backward.
-        lower: converts the graph of one piece to a function.
-    """
+    """A backward of the eager route that runs in pieces. `lower` converts the graph of one piece to a function."""
 
     def __init__(self, module: fx.GraphModule, lower: Callable[[fx.GraphModule], Runnable]) -> None:
         *pieces, rest = map(lower, modules := _split_by_bucket(module))
@@ -55,11 +50,8 @@ class StreamingBackward:
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that a gradient exists. Returns whether all gradients of the next piece exist now. Returns None if
-        the gradient's bucket has already been sent.
-
-        Args:
-            tangent: the index of the gradient.
+        """Records that the gradient with this index exists. Returns whether all gradients of the next piece exist now,
+        or None if the gradient's bucket has already been sent.
         """
         piece = self._piece_of.get(tangent)
         if piece is None:
@@ -70,22 +62,11 @@ class StreamingBackward:
         missing.discard(tangent)
         return piece == self._run and not missing
 
-    def may_run(self, tangents: Mapping[int, Tensor]) -> bool:
-        """Returns whether all gradients of the next piece, which sends one bucket, exist.
-
-        Args:
-            tangents: index -> gradient, for gradients that exist.
-        """
-        return self._run < len(self._pieces) and self._pieces[self._run][1] <= tangents.keys()
-
     def run_ready(self, tangents: Mapping[int, Tensor]) -> None:
-        """Runs the next pieces in order, and stops at the first piece with a missing gradient.
-
-        Args:
-            tangents: index -> gradient, for gradients that exist.
-        """
-        while self.may_run(tangents):
-            piece, _ = self._pieces[self._run]
+        """Runs the next pieces in order, up to the first without all of its gradients (`tangents`, by index)."""
+        for piece, needed in self._pieces[self._run :]:
+            if not needed <= tangents.keys():
+                return
             self._run += 1
             store_saved(piece.roles, piece((), {}, tangents), self._values)
 
@@ -116,10 +97,8 @@ def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Copies some nodes to a graph of their own. Values that they read from other nodes become inputs of the graph.
-
-    Args:
-        outputs: (node or None, role) for each output of the new graph.
+    """Copies some nodes to a graph of their own, with these outputs. Values that they read from other nodes become
+    inputs.
     """
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()

@@ -57,8 +57,7 @@ class UsedParameters:
 
         Args:
             given: indices of the results from which the backward starts.
-            unreduced: names of parameters with gradients from `no_sync`. They are encoded even if the backward does not
-                reach them.
+            unreduced: parameters with gradients from `no_sync`, encoded even if the backward does not reach them.
         """
         found = self._words.get(given)
         if found is None:
@@ -66,18 +65,12 @@ class UsedParameters:
         return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
 
     def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that ranks do not synchronize and that this backward does not reach.
-
-        Args:
-            results: indices of the model's results from which the backward starts.
-        """
+        """Returns the parameters that ranks do not synchronize and that no backward from these results reaches."""
         return self._local - self._reached(results) if self._local else self._local
 
     def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches.
-
-        Args:
-            counts: the sums over ranks of `words`.
+        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches. `counts`
+        are the sums over ranks of `words`.
         """
         found = self._absent.get(counts)
         if found is None:
@@ -86,15 +79,11 @@ class UsedParameters:
         return found
 
     def reached_by_any(self, counts: tuple[int, ...]) -> list[str]:
-        """Returns the parameters that at least one rank's backward reaches.
-
-        Args:
-            counts: the sums over ranks of `words`.
-        """
+        """Returns the parameters that at least one rank's backward reaches."""
         return [name for name in self._place if self._is_reached(name, counts)] if counts else []
 
     def _is_reached(self, name: str, counts: tuple[int, ...]) -> bool:
-        """Returns whether any rank's backward reaches a parameter. `counts` are the sums over ranks of `words`."""
+        """Returns whether any rank's backward reaches a parameter."""
         word, field = self._place[name]
         return bool(counts[word] >> field * self._field & (1 << self._field) - 1)
 
@@ -104,9 +93,7 @@ class UsedParameters:
         return {name for name, sources in self._behind.items() if not starts.isdisjoint(sources)}
 
     def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
-        """Returns integers with a field of a few bits for each parameter. The field is 1 if the parameter is in
-        `reached`, otherwise 0.
-        """
+        """Returns integers in which the fields of the parameters in `reached` are 1, and all others are 0."""
         words = [0] * -(-len(self._place) // self._per_word)
         for name in reached:
             if name in self._place:  # parameters that ranks do not share are left out

@@ -18,14 +18,7 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> tuple[list[Any], list[int]]:
     """Replaces results that are views by plain tensors with the same memory, so that writes by user code are detected
-    by their version counters.
-
-    Args:
-        results: the results of a program.
-        differentiable: indices of the results that have a gradient. User code may write the other results.
-
-    Returns:
-        The results with the replacements, and the indices of the replaced results.
+    by their version counters. Returns all results, and the indices of the replaced ones. Those without a gradient stay.
     """
     given = list(results)
     made = [k for k in differentiable if type(given[k]) is Tensor and given[k]._is_view()]
@@ -37,11 +30,8 @@ def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> t
 
 
 def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
-    """Returns a snapshot of the tensors in `made` that share memory with tensors that the backward reads.
-
-    Args:
-        made: plain tensors that `writable_results` made.
-        read: a snapshot of the tensors that the backward reads.
+    """Returns a snapshot of the plain tensors in `made` that share memory with tensors that the backward reads
+    (`read`).
     """
     memory = {storage_id(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if storage_id(tensor) in memory)
