@@ -47,8 +47,8 @@ class _Layer(NamedTuple):
         return *self.input.shape[:-1], self.h0.shape[1]
 
     def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Returns (input (R, I), initial hidden state, weights), cast to the dtype in which the "loop" kernel computes.
-        The input's time steps and sequences are flattened to rows.
+        """Returns (input (R, I), initial hidden state, weights) in the dtype in which the "loop" kernel computes. The
+        input's time steps and sequences are flattened to rows.
         """
         dtype = compute_dtype(self.input)
         weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
@@ -105,14 +105,11 @@ def _no_autocast(input: Tensor) -> torch.autocast:
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of a layer's output, final hidden state and final cell state; None where there is none."""
 
 
 def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
-    """Runs a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`.
-
-    Args:
-        walk: the order of the time steps.
-    """
+    """Runs a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`."""
     x, h, w = layer.wide()
     _, last = walk.ends(layer.input.device)
     states = []
@@ -131,14 +128,7 @@ def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 def _loop_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Computes a layer's gradients by a Python loop over time steps.
-
-    Args:
-        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
-        results: the results of `_loop_forward`.
-        walk: the order in which the forward has processed the time steps.
-        input_grad: whether to compute the gradient of the input.
-    """
+    """Computes a layer's gradients by a Python loop over time steps. `results` are those of `_loop_forward`."""
     x, h, w = layer.wide()
     output = results[0].reshape(-1, h.shape[1]).to(h.dtype)
     grad_output = _row_gradients(grads[0], grads[1], output, walk)
@@ -152,13 +142,8 @@ def _loop_backward(
 
 
 def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:
-    """Sums the gradients of a layer's rows, where a row is one sequence at one time step. Returns (R, ...).
-
-    Args:
-        grad_rows: the gradient of all rows, or None.
-        grad_final: (B, ...), the gradient of each sequence's final state, or None. It is added to the row that is
-            processed last.
-        rows: (R, ...), the rows.
+    """Returns the gradient of rows (R, ...): the sum of that of all rows, and of that of each sequence's final state
+    (B, ...), which is the row processed last. Either may be None.
     """
     total = torch.zeros_like(rows)
     if grad_rows is not None:
@@ -180,9 +165,7 @@ def _empty_results(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the four weights that oneDNN's calls take. If the layer has no biases, its two weights are returned
-    twice; oneDNN does not read the last two.
-    """
+    """Returns the four weights that oneDNN's calls take."""
     # Without biases, pass the weights again: the call has arguments for biases, but does not read them.
     return [weight.contiguous() for weight in (weights if len(weights) == 4 else [*weights, *weights])]
 
@@ -203,12 +186,7 @@ def _mkldnn_forward(layer: _Layer) -> list[Tensor]:
 
 
 def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]) -> Backward:
-    """Computes a layer's gradients with oneDNN.
-
-    Args:
-        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
-        results: the results of `_mkldnn_forward`.
-    """
+    """Computes a layer's gradients with oneDNN. `results` are those of `_mkldnn_forward`."""
     output, h_n, c_n, workspace = results
     weights, c0 = layer.weights, layer.c0
     assert c0 is not None
@@ -223,11 +201,7 @@ def _mkldnn_backward(grads: _Gradients, layer: _Layer, results: Sequence[Tensor]
 
 def _reorder_for_cudnn(rows: Tensor, shape: Sequence[int], walk: TimeOrder) -> Tensor:
     """Reverses every sequence in time if the layer runs backward in time, because cuDNN is called only for layers that
-    run forward in time. A second call restores the order.
-
-    Args:
-        rows: the values of each sequence at each time step.
-        shape: the shape of the result.
+    run forward. A second call restores the order.
     """
     if not walk.reverse:
         return rows.contiguous()
@@ -250,9 +224,7 @@ def _cudnn_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
 
 
 def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None) -> tuple[Any, ...]:
-    """Returns the first arguments of cuDNN's calls, which are the same in forward and backward: (input, weights, number
-    of weights, packed weights, h0, c0).
-    """
+    """Returns the first arguments of cuDNN's calls: (input, weights, number of weights, packed weights, h0, c0)."""
     weights, h0, c0 = list(layer.weights), layer.h0, layer.c0
     states = h0.unsqueeze(0).contiguous(), None if c0 is None else c0.unsqueeze(0).contiguous()
     return _reorder_for_cudnn(layer.input, layer.input.shape, walk), weights, len(weights), packed_weights, *states
@@ -261,14 +233,7 @@ def _cudnn_inputs(layer: _Layer, walk: TimeOrder, packed_weights: Tensor | None)
 def _cudnn_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
-    """Computes a layer's gradients with cuDNN.
-
-    Args:
-        grads: the gradients of the output, the final hidden state and the final cell state; None where there is none.
-        results: the results of `_cudnn_forward`.
-        walk: the order of the time steps.
-        input_grad: whether to compute the gradient of the input.
-    """
+    """Computes a layer's gradients with cuDNN. `results` are those of `_cudnn_forward`."""
     output, *_, reserve, packed_weights = results
     grad_output, *grad_states = grads
     # Pass a copy of the reserve, because cuDNN writes into it, and this op must not change its arguments.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 
 @dataclass(frozen=True)
 class TimeOrder:
-    """The order, forward or backward in time, in which a layer processes its rows. A row is one sequence at one time
-    step. Rows are sorted by time step, as in a packed sequence.
+    """The order in which a layer processes its rows. A row is one sequence at one time step. Rows are sorted by time
+    step, as in a packed sequence.
 
     Attributes:
         sizes: the number of rows (sequences) of each time step; it never increases.
@@ -49,12 +50,8 @@ class TimeOrder:
         return steps[::-1] if self.reverse else steps
 
     def previous(self, initial: Tensor, rows: Tensor) -> Tensor:
-        """Returns, for each row, the state before the row is processed: the state after the sequence's previous row in
-        processing order, or the sequence's initial state. The result has the shape of `rows` (R, ...).
-
-        Args:
-            initial: (B, ...), the initial state of each sequence.
-            rows: (R, ...), the state after each row.
+        """Returns the state (R, ...) before each row, given the state after each (`rows`): that after the sequence's
+        previous row in processing order, or the sequence's initial state (B, ...).
         """
         states = []
         before = initial
@@ -64,8 +61,7 @@ class TimeOrder:
         return torch.cat(states[::-1] if self.reverse else states)
 
     def ends(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns, for each sequence, (the index of the row that is processed first (B,), the index of the row that is
-        processed last (B,)).
+        """Returns, for each sequence, the indices of the rows that are processed (first (B,), last (B,)).
 
         Example: with sizes [2, 1], sequence 0 has rows 0 and 2, and sequence 1 has row 1. The result is ([0, 1], [2,
         1]) if the layer runs forward in time.
@@ -77,8 +73,7 @@ class TimeOrder:
         return _copy_indices(first, device), _copy_indices(last, device)
 
     def reversal(self, device: torch.device) -> Tensor:
-        """Returns the permutation of rows (R,) that reverses every sequence in time. The permutation is its own
-        inverse.
+        """Returns the permutation of rows (R,) that reverses every sequence in time, and is its own inverse.
 
         Example: with sizes [2, 1], sequence 0 has rows 0 and 2, which are swapped. The result is [2, 1, 0].
         """
@@ -88,31 +83,32 @@ class TimeOrder:
         return _copy_indices(row_TB.gather(0, mirrored_TB)[alive_TB], device)
 
     def _table(self) -> tuple[Tensor, Tensor]:
-        """Returns (a mask of the time steps that each sequence has (T, B), the row of each sequence at each time step
-        (T, B)).
-        """
+        """Returns, as (T, B) each, which time steps a sequence has, and the row of each sequence at each time step."""
         sizes_T1 = torch.tensor(self.sizes, device="cpu").unsqueeze(1)
         sequence_B = torch.arange(self.sizes[0], device="cpu")
         return sizes_T1 > sequence_B, sizes_T1.cumsum(0) - sizes_T1 + sequence_B
 
 
 def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Returns the state (rows, ...) with which a time step starts. Leaves out the state of sequences that have ended,
-    or appends the initial state of sequences that begin.
-
-    Args:
-        initial: (B, ...), the initial state of each sequence.
-        before: the state after the previously processed step.
-        rows: the number of sequences that have this time step.
+    """Returns the state (rows, ...) with which a time step starts, given that after the previously processed step
+    (`before`): without sequences that have ended, and with the initial state of sequences that begin.
     """
     if before.shape[0] >= rows:
         return _first_rows(before, rows)
     return torch.cat([before, initial[before.shape[0] : rows]])
 
 
+def _from_last_step(walk: TimeOrder, *columns: Tensor) -> list[tuple[Any, Any]]:
+    """Returns, for each step from the one processed last to the first, (the rows of each column, those of the step
+    before it, or None).
+    """
+    steps = list(zip(*map(walk.steps, columns), strict=True))[::-1]
+    return [*zip(steps, [*steps[1:], None], strict=True)]
+
+
 def _first_rows(tensor: Tensor, rows: int) -> Tensor:
     """Returns the first `rows` rows of a tensor."""
-    # Skip the slice if nothing is cut off, as with padded inputs: it costs as much as a small kernel.
+    # Slices cost as much as a small kernel; with padded inputs nothing is cut off.
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
@@ -132,15 +128,13 @@ def _weight_gradients(
     """Computes the gradients of a layer's input and weights.
 
     Args:
-        delta_x: (R, G*H), the gradient of the product of the input and its weight.
-        delta_h: (R, G*H), the gradient of the product of the hidden state and its weight.
-        x: (R, I), the input.
+        delta_x, delta_h: (R, G*H), the gradients of the products of the input, and of the hidden state, with their
+            weights.
         previous: the hidden state before each row.
-        input_grad: whether to compute the gradient of the input.
 
     Returns:
-        (Gradient of the input (R, I) or None, [gradient of the input weight, gradient of the hidden weight, gradients
-            of both biases if there are any]).
+        (Gradient of the input (R, I) or None, [gradient of the input weight, of the hidden weight, of the biases if
+            any]).
     """
     gradients = [delta_x.t() @ x, delta_h.t() @ previous]
     if w.bias_ih is not None:
@@ -150,13 +144,8 @@ def _weight_gradients(
 
 @dataclass(frozen=True)
 class Backward:
-    """The gradients of one layer.
-
-    Attributes:
-        input: the gradient of the input (R, I), or None if it is not needed.
-        h0: the gradient of the initial hidden state (B, P).
-        c0: the gradient of the initial cell state (B, H) of an LSTM; None for other layers.
-        weights: the gradients of the layer's weights and biases.
+    """The gradients of one layer: of the input (R, I) if needed, the initial hidden state (B, P), the initial cell
+    state (B, H) of an LSTM, and each weight and bias.
     """
 
     input: Tensor | None
@@ -166,13 +155,8 @@ class Backward:
 
 
 def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H)]. If the layer has a
-    projection, also returns the hidden states before the projection (R, H).
-
-    Args:
-        x: (R, I), the input.
-        h0, c0: the initial hidden state (B, P) and cell state (B, H) of each sequence.
-        walk: the order in which to process the time steps.
+    """Runs an LSTM layer on the input x (R, I), from the initial states h0 (B, P) and c0 (B, H). Returns [output (R,
+    P), activated gates (R, 4H), cells (R, H)], and with a projection the hidden states before it (R, H).
     """
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
@@ -212,13 +196,8 @@ def lstm_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes an LSTM layer's gradients. Overwrites `grad_output` and `grad_cells`.
-
-    Args:
-        grad_output, grad_cells: the gradients of the output (R, P) and of the cells (R, H).
-        x, h0, c0, w, walk: as for `lstm_forward`.
-        saved: the results of `lstm_forward`.
-        input_grad: whether to compute the gradient of `x`.
+    """Computes an LSTM layer's gradients from those of its output (R, P) and cells (R, H), which it overwrites, and
+    from the results of `lstm_forward` (`saved`).
     """
     output, gates, cells, *hidden = saved
     rows, hidden_size = cells.shape
@@ -233,24 +212,17 @@ def lstm_backward(
     _sigmoid_backward(tanh_cells, o, grad_input=delta_o)
     hidden_to_cell = _tanh_backward(o, tanh_cells, grad_input=tanh_cells)
 
-    delta_ifg = walk.steps(delta.view(rows, 4, hidden_size)[:, :3])
+    delta_ifg = delta.view(rows, 4, hidden_size)[:, :3]
     grad_hidden = x.new_empty(h0.shape[0], hidden_size)
-    steps = list(
-        zip(
-            *map(walk.steps, (delta, delta_o, hidden_to_cell, f, grad_output, grad_cells)),
-            delta_ifg,
-            strict=True,
-        )
-    )
-    for step in range(len(steps) - 1, -1, -1):
-        delta_t, delta_o_t, to_cell, f_t, grad_h, grad_c, delta_ifg_t = steps[step]
+    columns = delta, delta_o, delta_ifg, hidden_to_cell, f, grad_output, grad_cells
+    for (delta_t, delta_o_t, delta_ifg_t, to_cell, f_t, grad_h, grad_c), before in _from_last_step(walk, *columns):
         if w.projection is not None:
             grad_h = torch.mm(grad_h, w.projection, out=_first_rows(grad_hidden, grad_h.shape[0]))
         grad_c.addcmul_(grad_h, to_cell)
         delta_ifg_t.mul_(grad_c.unsqueeze(1))
         delta_o_t.mul_(grad_h)
-        if step > 0:
-            _, _, _, _, grad_h_before, grad_c_before, _ = steps[step - 1]
+        if before is not None:
+            *_, grad_h_before, grad_c_before = before
             carried = min(grad_h_before.shape[0], grad_c.shape[0])
             _first_rows(grad_h_before, carried).addmm_(_first_rows(delta_t, carried), w.hh)
             _first_rows(grad_c_before, carried).addcmul_(_first_rows(grad_c, carried), _first_rows(f_t, carried))
@@ -263,13 +235,8 @@ def lstm_backward(
 
 
 def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent part of the new gate before it is
-    multiplied by the reset gate (R, H)].
-
-    Args:
-        x: (R, I), the input.
-        h0: (B, H), the initial hidden state of each sequence.
-        walk: the order in which to process the time steps.
+    """Runs a GRU layer on the input x (R, I), from the initial state h0 (B, H). Returns [output (R, H), activated gates
+    (R, 3H), recurrent part of the new gate before it is multiplied by the reset gate (R, H)].
     """
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
@@ -300,12 +267,8 @@ def gru_backward(
     walk: TimeOrder,
     input_grad: bool,
 ) -> Backward:
-    """Computes a GRU layer's gradients. Overwrites `grad_output` (R, H).
-
-    Args:
-        x, h0, w, walk: as for `gru_forward`.
-        saved: the results of `gru_forward`.
-        input_grad: whether to compute the gradient of `x`.
+    """Computes a GRU layer's gradients from that of its output (R, H), which it overwrites, and from the results of
+    `gru_forward` (`saved`).
     """
     output, gates, new_recurrent = saved
     rows, hidden_size = output.shape
@@ -322,17 +285,11 @@ def gru_backward(
     _sigmoid_backward(previous - n, z, grad_input=delta_z)
     delta_x, delta_h = delta[:, : 3 * hidden_size], delta[:, hidden_size:]
 
-    steps = list(
-        zip(
-            *map(walk.steps, (delta.view(rows, 4, hidden_size), delta_h, z, grad_output)),
-            strict=True,
-        )
-    )
-    for step in range(len(steps) - 1, -1, -1):
-        delta_t, delta_h_t, z_t, grad_h = steps[step]
+    columns = delta.view(rows, 4, hidden_size), delta_h, z, grad_output
+    for (delta_t, delta_h_t, z_t, grad_h), before in _from_last_step(walk, *columns):
         delta_t.mul_(grad_h.unsqueeze(1))
-        if step > 0:
-            grad_before = steps[step - 1][3]
+        if before is not None:
+            grad_before = before[-1]
             carried = min(grad_before.shape[0], grad_h.shape[0])
             grad_before = _first_rows(grad_before, carried)
             grad_before.addmm_(_first_rows(delta_h_t, carried), w.hh)
@@ -349,13 +306,8 @@ def gru_backward(
 
 
 def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: str) -> list[Tensor]:
-    """Runs a layer of a plain RNN. Returns [output (R, H)], from which `rnn_backward` can compute the gradients.
-
-    Args:
-        x: (R, I), the input.
-        h0: (B, H), the initial state of each sequence.
-        walk: the order of the time steps.
-        cell: "rnn_tanh" or "rnn_relu".
+    """Runs a layer of a plain RNN ("rnn_tanh" or "rnn_relu") on the input x (R, I), from the initial state h0 (B, H).
+    Returns [output (R, H)].
     """
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
@@ -376,27 +328,18 @@ def rnn_backward(
     cell: str,
     input_grad: bool,
 ) -> Backward:
-    """Computes a plain RNN layer's gradients. Overwrites `grad_output` (R, H).
-
-    Args:
-        x, h0, w, walk, cell: as for `rnn_forward`.
-        output: the result of `rnn_forward`.
-        input_grad: whether to compute the gradient of `x`.
-    """
+    """Computes a plain RNN layer's gradients from its output and the output's gradient (R, H), which it overwrites."""
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
-    steps = list(zip(walk.steps(grad_output), walk.steps(derivative), strict=True))
-    for step in range(len(steps) - 1, -1, -1):
-        delta, slope = steps[step]
+    for (delta, slope), before in _from_last_step(walk, grad_output, derivative):
         delta.mul_(slope)
-        if step > 0:
-            before = steps[step - 1][0]
-            carried = min(before.shape[0], delta.shape[0])
-            _first_rows(before, carried).addmm_(_first_rows(delta, carried), w.hh)
+        if before is not None:
+            carried = min(before[0].shape[0], delta.shape[0])
+            _first_rows(before[0], carried).addmm_(_first_rows(delta, carried), w.hh)
     first, _ = walk.ends(x.device)
     grad_input, gradients = _weight_gradients(grad_output, grad_output, x, walk.previous(h0, output), w, input_grad)
     return Backward(grad_input, grad_output[first] @ w.hh, None, gradients)
 
 
 def _copy_indices(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copies `numbers`, a tensor of indices on the host, to a device without waiting. Returns the copy."""
+    """Copies a tensor of indices on the host to a device without waiting."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)
