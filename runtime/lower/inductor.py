@@ -29,14 +29,7 @@ from embrace_fx.runtime.lower.regions import Compiled, Region
 
 
 def check_toolchain(devices: Collection[str]) -> None:
-    """Raises if a compiler that Inductor needs is missing.
-
-    Args:
-        devices: the types of the model's devices.
-
-    Raises:
-        ValueError: no C++ compiler works, or no Triton works for a model on CUDA.
-    """
+    """Raises `ValueError` if no C++ compiler works, or no Triton for a model with CUDA among its types of devices."""
     try:
         get_cpp_compiler()
     except RuntimeError as error:
@@ -52,8 +45,8 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program with Inductor. A region is the compute between two communications. Equal
-    regions are compiled once.
+    """Compiles the regions of one program with Inductor: the compute between two communications. Equal regions are
+    compiled once.
     """
 
     def __init__(self) -> None:
@@ -111,9 +104,7 @@ class RegionCompiler:
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Opens a context that disables autocast, inference mode and gradients, because the graph already contains the
-    casts and the backward.
-    """
+    """Opens a context without autocast, inference mode and gradients: the graph contains the casts and the backward."""
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
@@ -139,9 +130,7 @@ def _traced_tensors(region: Region) -> list[Tensor]:
 
 
 def _cache_key(value: Any) -> str:
-    """Returns, as text, all properties of a region's input on which the compiled code depends: a tensor's shape,
-    strides, dtype and device, or the value itself.
-    """
+    """Returns, as text, all properties of a region's input on which the compiled code depends."""
     if not isinstance(value, Tensor):
         return str(value)
     return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"

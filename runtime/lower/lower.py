@@ -32,9 +32,7 @@ Call = Callable[[fx.Node], Callable[..., Any] | None]
 
 
 class _ListArgumentCodeGen(CodeGen):
-    """Generates code for a function that takes all arguments in one list, and empties the list so that they can be
-    freed.
-    """
+    """Generates code for a function that takes all arguments in one list, and empties it so that they can be freed."""
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         """Returns the source code of the function's first lines."""
@@ -53,8 +51,7 @@ def lower_phase(
     Args:
         module: the phase's graph, in which placeholders and outputs have roles.
         call: returns the runtime function that a node calls, or None to call a kernel or one of torch's ops.
-        compile_region: compiles a region, which is the compute between two communications. None to call each op
-            separately.
+        compile_region: compiles a region, the compute between two communications. None to call each op separately.
     """
     kernels: dict[str, Callable[..., Any]] = {**LOCAL, **rnn.KERNELS}
     graph = fx.Graph()
@@ -84,8 +81,7 @@ def lower_phase(
 
 
 def phase_source(phase: Phase) -> str:
-    """Returns the Python source of a lowered phase. Each line that launches a collective ends with a comment that has
-    the id of the collective.
+    """Returns the Python source of a lowered phase. Each line that launches a collective ends with its id as a comment.
 
     Assignments that only free values are left out, and calls of runtime methods are shown by the methods' names.
     """
@@ -120,10 +116,8 @@ def _write_in_place(graph: fx.Graph) -> None:
 
 @cache
 def _fast_call(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns the callable that runs an op with the least overhead.
-
-    This is torch's Python binding if the binding is known to take the op's arguments, otherwise the op's dispatcher
-    call.
+    """Returns the callable that runs an op with the least overhead: torch's Python binding if it is known to take the
+    op's arguments, otherwise the op's dispatcher call.
     """
     name = op._schema.name.removeprefix("aten::")
     if str(op).removeprefix("aten.") in _BOUND:

@@ -56,12 +56,8 @@ class Region:
 
 
 def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:
-    """Replaces the regions of a phase by calls of their compiled functions, in place.
-
-    Args:
-        root: the module with the graph's constants.
-        graph: the phase's graph.
-        compile_region: compiles a region, or returns None to leave it as it is.
+    """Replaces the regions of a phase's graph, in place, by calls of what `compile_region` returns, if it returns
+    anything. `root` has the graph's constants.
     """
     _move_items_to_tuples(graph)
     for nodes in list(_compilable_runs(graph)):
@@ -126,11 +122,8 @@ def _inputs_of(nodes: Collection[fx.Node], others: Sequence[fx.Node]) -> list[fx
 
 
 def _symbols_for(graph: fx.Graph, nodes: Collection[fx.Node]) -> list[fx.Node] | None:
-    """Returns nodes whose values are the symbolic sizes that a region needs and that are not sizes of its inputs.
-    Inserts such nodes where needed. Returns None if a size cannot be computed before the region.
-
-    Args:
-        nodes: the region's nodes.
+    """Returns nodes with the symbolic sizes that a region needs and that are not sizes of its inputs, and inserts those
+    that are missing. Returns None if a size cannot be computed before the region.
     """
     inputs = _inputs_of(nodes, ())
     needed = {str(symbol) for node in (*inputs, *nodes) for symbol in _free_symbols(node.meta["val"])}
@@ -154,8 +147,8 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Yields (size as text, dimension) for each symbolic size of a node's value. The dimension is None if the value
-    itself is a symbolic size.
+    """Yields (size as text, dimension) for each symbolic size of a node's value. The dimension is None if the value is
+    a size.
     """
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
@@ -166,11 +159,8 @@ def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
 
 
 def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx.Node:
-    """Inserts a node that computes the size of dimension `dim` of `source`, and returns it. The new node comes directly
-    after `source`, so that `source` need not stay in memory until the size is used.
-
-    Args:
-        first: the node before which the new node must come.
+    """Inserts a node that computes the size of dimension `dim` of `source`. It comes directly after `source`, and
+    before `first`, so that `source` need not stay in memory until the size is used.
     """
     after = source
     while after.next is not first and after.next.op in ("placeholder", "get_attr"):
@@ -184,14 +174,7 @@ def _size_node(graph: fx.Graph, source: fx.Node, dim: int, first: fx.Node) -> fx
 def _extract_region(
     root: fx.GraphModule, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
 ) -> Region:
-    """Copies nodes into the graph of a new region, and returns the region. The original graph does not change.
-
-    Args:
-        root: the module that owns the graph's constants.
-        nodes: the nodes of the region.
-        inputs: the nodes outside of the region that the region reads.
-        outputs: the nodes of the region that are read outside of it.
-    """
+    """Copies nodes into the graph of a new region. `outputs` are the nodes that are read outside of it."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for k, node in enumerate(inputs):
@@ -218,8 +201,8 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
-    """Returns whether `user`, which reads `value`, uses the value only within the step: it copies the value, computes
-    from it, or saves it for the backward. Otherwise `user` may keep a view of the value, or read it later.
+    """Returns whether `user` copies `value`, computes from it, or saves it for the backward. Otherwise it may keep a
+    view of the value, or read it after the step.
     """
     if user.op == "output":
         returned = zip(user.args[0], user.meta["roles"], strict=True)  # type: ignore[arg-type]
@@ -236,13 +219,7 @@ def _replace_by_call(
     outputs: Sequence[fx.Node],
     compiled: Compiled,
 ) -> None:
-    """Replaces a region's nodes by one call of their compiled function, in place.
-
-    Args:
-        nodes: the region's nodes, which are erased.
-        inputs: the nodes outside of the region that the region reads.
-        outputs: the nodes of the region that are read outside of it.
-    """
+    """Replaces a region's nodes by one call of their compiled function, in place."""
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(pack_arguments, tuple(inputs))
         results = graph.call_function(compiled, (arguments,))
@@ -255,17 +232,14 @@ def _replace_by_call(
 
 
 def pack_arguments(*values: Any) -> list[Any]:
-    """Returns its arguments as a list. A region takes all arguments in one list, and empties it so that they can be
-    freed.
-    """
+    """Returns its arguments as a list, which a region empties so that they can be freed."""
     return list(values)
 
 
 def _with_name(compiled: Compiled, last: fx.Node) -> Compiled:
-    """Wraps a compiled region as a function that is named after the region's last node. Profiles show the name."""
+    """Wraps a compiled region as a function that profiles show by the name of the region's last node."""
 
     def region(arguments: list[Any]) -> Sequence[Any]:
-        """Calls the compiled region."""
         return compiled(arguments)
 
     region.__name__ = f"region_{last.name}"
