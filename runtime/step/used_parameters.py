@@ -6,11 +6,8 @@ as it was.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import TypeVar
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 
 _BITS = 62
 """Of a number that is summed up: int64, and no sign."""
@@ -49,8 +46,9 @@ class UsedParameters:
         self._delivered = tuple(name for name in delivered if name not in local)
         self._local = frozenset(delivered).intersection(local)
         self._behind = behind
-        self._words: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._absent: dict[tuple[int, ...], frozenset[str]] = {}
+        # Attributes, because a call that finds its answer in the cache then makes no Python call.
+        self._words = lru_cache(_REMEMBERED)(self._encode)
+        self.absent: Callable[[tuple[int, ...]], frozenset[str]] = lru_cache(_REMEMBERED)(self._absent)
 
     def words(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
         """Encodes, as integers to be summed over ranks, the parameters that this rank's backward reaches.
@@ -59,24 +57,25 @@ class UsedParameters:
             given: indices of the results from which the backward starts.
             unreduced: parameters with gradients from `no_sync`, encoded even if the backward does not reach them.
         """
-        found = self._words.get(given)
-        if found is None:
-            found = _remember(self._words, given, self._set_fields(self._reached(given)))
-        return self._set_fields(self._reached(given).union(unreduced)) if unreduced else found
+        return self._encode(given, unreduced) if unreduced else self._words(given)
+
+    def _encode(self, given: tuple[int, ...], unreduced: Collection[str] = ()) -> tuple[int, ...]:
+        """Does the same as `words`, without a cache."""
+        words = [0] * -(-len(self._place) // self._per_word)
+        for name in self._reached(given).union(unreduced) & self._place.keys():
+            word, field = self._place[name]
+            words[word] += 1 << field * self._field
+        return tuple(words)
 
     def local_unreached(self, results: tuple[int, ...]) -> frozenset[str]:
         """Returns the parameters that ranks do not synchronize and that no backward from these results reaches."""
         return self._local - self._reached(results) if self._local else self._local
 
-    def absent(self, counts: tuple[int, ...]) -> frozenset[str]:
+    def _absent(self, counts: tuple[int, ...]) -> frozenset[str]:
         """Returns the parameters that the program can give a gradient, but that no rank's backward reaches. `counts`
         are the sums over ranks of `words`.
         """
-        found = self._absent.get(counts)
-        if found is None:
-            unreached = frozenset(name for name in self._delivered if not self._is_reached(name, counts))
-            found = _remember(self._absent, counts, unreached)
-        return found
+        return frozenset(name for name in self._delivered if not self._is_reached(name, counts))
 
     def reached_by_any(self, counts: tuple[int, ...]) -> list[str]:
         """Returns the parameters that at least one rank's backward reaches."""
@@ -91,20 +90,3 @@ class UsedParameters:
         """Returns the names of the parameters that a backward reaches from the results with these indices."""
         starts = frozenset(given)
         return {name for name, sources in self._behind.items() if not starts.isdisjoint(sources)}
-
-    def _set_fields(self, reached: Collection[str]) -> tuple[int, ...]:
-        """Returns integers in which the fields of the parameters in `reached` are 1, and all others are 0."""
-        words = [0] * -(-len(self._place) // self._per_word)
-        for name in reached:
-            if name in self._place:  # parameters that ranks do not share are left out
-                word, field = self._place[name]
-                words[word] += 1 << field * self._field
-        return tuple(words)
-
-
-def _remember(kept: dict[Key, Value], key: Key, value: Value) -> Value:
-    """Stores a value in the cache `kept`, and returns the value. Empties the cache first if it is full."""
-    if len(kept) >= _REMEMBERED:
-        kept.clear()
-    kept[key] = value
-    return value
