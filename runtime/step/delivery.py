@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
-from embrace_fx.runtime.step.gradient_hooks import run_tensor_hooks, run_unreduced_hooks
+from embrace_fx.runtime.step.gradient_hooks import run_hooks_on_grad, run_tensor_hooks
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.runtime.tables.own_step import accepts_sparse
 from embrace_fx.runtime.tables.pending_parameters import is_gradient_referenced
@@ -29,21 +29,18 @@ from embrace_fx.vocabulary.graph import (
 )
 
 
-def delivered(roles: Sequence[OutputRole]) -> list[str]:
+def delivered(roles: Sequence[OutputRole]) -> set[str]:
     """Returns the names of the parameters that get a gradient from a backward whose outputs have these roles."""
-    return [*dict.fromkeys(name for role in roles for name in _parameters_of(role))]
-
-
-def _parameters_of(role: OutputRole) -> Sequence[str]:
-    """Returns the names of the parameters that get a gradient from an output with this role."""
-    match role:
-        case Gradient(Parameter(name)) | GradientOfShard(name):
-            return [name]
-        case PendingGradients(_, names):
-            return names
-        case GradientOfRows() | PendingRows():
-            return role.tables
-    return ()
+    found = set[str]()
+    for role in roles:
+        match role:
+            case Gradient(Parameter(name)) | GradientOfShard(name):
+                found.add(name)
+            case PendingGradients():
+                found.update(role.parameters)
+            case GradientOfRows() | PendingRows():
+                found.update(role.tables)
+    return found
 
 
 class _SortedOutputs:
@@ -51,9 +48,8 @@ class _SortedOutputs:
 
     def __init__(self, roles: Sequence[OutputRole]) -> None:
         self.roles = roles  # keeps the roles alive, because the cache identifies them by `id()`
-        self.dense: list[int] = []
-        self.dense_names: list[str] = []
-        self.of_shards: list[tuple[int, str]] = []
+        self.dense: dict[str, int] = {}  # name of a parameter -> index of its gradient among the outputs
+        self.of_shards: dict[str, int] = {}  # the same for tables
         # Name of a table -> (its parameters, index of the ids among the outputs, index of the rows).
         self.of_rows: dict[str, tuple[Sequence[str], int, int]] = {}
         self.pending: list[PendingGradients] = []
@@ -62,10 +58,9 @@ class _SortedOutputs:
         for place, role in enumerate(roles):
             match role:
                 case Gradient(Parameter(name)):
-                    self.dense.append(place)
-                    self.dense_names.append(name)
+                    self.dense[name] = place
                 case GradientOfShard(table):
-                    self.of_shards.append((place, table))
+                    self.of_shards[table] = place
                 case GradientOfRows(table, "rows"):
                     self.of_rows[table] = role.tables, parts[table, "ids"], place
                 case PendingGradients():
@@ -103,39 +98,18 @@ class Delivery:
         Args:
             absent, absent_here: names of parameters that no rank's backward reaches, and those that this rank's does
                 not.
-            tangents: the gradients of the model's results, which may be the user's own tensors.
+            tangents: the gradients of the model's results, which may be the user's own tensors. No `.grad` may share
+                their memory.
         """
+        state, given = self.state, set[int]()
         sorted_ = self._sorted.get(id(roles))
         if sorted_ is None:
             sorted_ = self._sorted[id(roles)] = _SortedOutputs(roles)
-        gradients = [*map(outputs.__getitem__, sorted_.dense)]
-        self._deliver_dense(sorted_.dense_names, gradients, absent, absent_here, tangents)
-        for place, name in sorted_.of_shards:
-            self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
-        for table, (tables, ids, rows) in sorted_.of_rows.items():
-            if not absent.issuperset(tables):
-                found = self.state.table(table)
-                found.add_gradient(outputs[ids], outputs[rows], absent, unreduced=not self.synchronised)
-        self._deliver_buckets(sorted_.pending, absent)
-        for place, pending in sorted_.pending_rows:
-            if not absent.issuperset(pending.tables):
-                outputs[place].deliver(absent, unreduced=not self.synchronised)
-
-    def _deliver_dense(
-        self,
-        names: Sequence[str],
-        gradients: Sequence[Tensor],
-        absent: frozenset[str],
-        absent_here: frozenset[str],
-        tangents: Sequence[Tensor],
-    ) -> None:
-        """Stores dense gradients in `.grad`. No `.grad` may share memory with a tangent."""
-        state, given = self.state, set[int]()
         ignored, unreached = state.ignored, absent if self.synchronised else absent_here
         others = {tangent.untyped_storage().data_ptr() for tangent in tangents}
         is_plain = self.synchronised and not state.unreduced and not (self.own and state.hooked)
-        for name, value, parameter in zip(names, gradients, state.parameters(names), strict=True):
-            local = name in ignored  # each rank keeps its own gradient of such a parameter
+        for (name, place), parameter in zip(sorted_.dense.items(), state.parameters(sorted_.dense), strict=True):
+            value, local = outputs[place], name in ignored  # each rank keeps its own gradient of an ignored parameter
             if name in (absent_here if local else unreached):
                 continue
             # Copy a tensor that is the gradient of two parameters (such as an LSTM's biases), or that was passed to the
@@ -149,6 +123,20 @@ class Delivery:
                 parameter.grad = value
             else:
                 _deliver_one(state, name, value, self.synchronised or local, self.own or local)
+        self._deliver_tables(sorted_, outputs, absent)
+
+    def _deliver_tables(self, sorted_: _SortedOutputs, outputs: Sequence[Any], absent: frozenset[str]) -> None:
+        """Stores the gradients of tables, and those in `.grad` that are still being exchanged."""
+        for name, place in sorted_.of_shards.items():
+            self.state.tables[name].add_dense_gradient(outputs[place], absent, unreduced=not self.synchronised)
+        for table, (tables, ids, rows) in sorted_.of_rows.items():
+            if not absent.issuperset(tables):
+                found = self.state.table(table)
+                found.add_gradient(outputs[ids], outputs[rows], absent, unreduced=not self.synchronised)
+        self._deliver_buckets(sorted_.pending, absent)
+        for place, pending in sorted_.pending_rows:
+            if not absent.issuperset(pending.tables):
+                outputs[place].deliver(absent, unreduced=not self.synchronised)
 
     def _deliver_buckets(self, pending: Sequence[PendingGradients], absent: frozenset[str]) -> None:
         """Stores the gradients of buckets in `.grad` while the buckets are still being reduced."""
@@ -192,7 +180,7 @@ def _deliver_one(state: ModelState, name: str, gradient: Tensor, synchronised: b
     else:
         parameter.grad.add_(gradient)
     if hooks:
-        run_unreduced_hooks(parameter)
+        run_hooks_on_grad(parameter)
     if not synchronised:
         state.unreduced.add(name)
 

@@ -6,7 +6,6 @@ it leaves there is what is reduced. Neither runs for a parameter that this rank'
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,27 +51,20 @@ def run_accumulate_hooks(parameter: nn.Parameter, gradient: Tensor, there: Tenso
         gradient: the gradient to reduce, which includes gradients from earlier backwards under `no_sync`.
         there: a gradient in `.grad` that is not reduced, or None. Hooks see the sum of both.
     """
-    hooks: dict[int, Callable[[Tensor], None]] | None = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    if not hooks:
+    if not getattr(parameter, "_post_accumulate_grad_hooks", None):
         return gradient
     before = parameter.grad
     parameter.grad = gradient.clone() if there is None else there + gradient
     try:
-        for hook in tuple(hooks.values()):
-            hook(parameter)
-        left = _take_gradient(parameter)
+        run_hooks_on_grad(parameter)
+        left: Tensor | None = getattr(parameter, "grad", None)  # None if a hook has cleared it
     finally:
         parameter.grad = before
     left = torch.zeros_like(gradient) if left is None else left
     return left if there is None else left - there
 
 
-def _take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the gradient that hooks have left in `.grad`, or None if they have cleared it."""
-    return parameter.grad
-
-
-def run_unreduced_hooks(parameter: nn.Parameter) -> None:
-    """Runs a parameter's post-accumulate hooks on a `.grad` that is not reduced over ranks, as under `no_sync`."""
+def run_hooks_on_grad(parameter: nn.Parameter) -> None:
+    """Runs a parameter's post-accumulate hooks on what is in `.grad` now."""
     for hook in tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
         hook(parameter)
