@@ -16,7 +16,6 @@ from embrace_fx.runtime.flow.head_exchange import HeadExchange
 from embrace_fx.runtime.kernels import lookup
 from embrace_fx.runtime.memory.copies import Copies
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
-from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, run_comm_hook
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
@@ -41,19 +40,18 @@ class Bindings:
         self,
         graph: TrainingGraph,
         state: ModelState,
-        announcements: StepHandshake,
-        buckets: tuple[tuple[str, ...], ...] | None,
         flow: CommPipeline,
+        buckets: tuple[tuple[str, ...], ...] | None,
         links: Cluster,
         copies: Copies | None,
         *,
         keeps_buckets: bool,
     ) -> None:
-        self._state, self._communicator = state, announcements.communicator
+        self._state, self._communicator = state, flow.communicator
         self._keeps_buckets, self._copies = keeps_buckets, copies
         self._buckets, self._flow = buckets or (), flow
         self._kernel = flow.kernels(graph, state.tables)
-        communicator, spaces = announcements.communicator, graph.spaces
+        communicator, spaces, gather_ids = flow.communicator, graph.spaces, flow.announcements.all_gather_ids
         self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
             "_c10d_functional::wait_tensor": self._wait_function,
@@ -64,9 +62,7 @@ class Bindings:
             "embrace::update_bucket": lambda _: flow.buckets.update_bucket,
             "embrace::pack_bucket": self._packer,
             "embrace::lookup": self._lookup_function,
-            "embrace::all_gather_ids": lambda node: partial(
-                announcements.all_gather_ids, tables=node.meta["tables"], spaces=spaces
-            ),
+            "embrace::all_gather_ids": lambda node: partial(gather_ids, tables=node.meta["tables"], spaces=spaces),
             **dict.fromkeys(COPY_OPS, self._copy_function),
             **dict.fromkeys(HEAD_LAUNCHES, self._heads.begin_function),
         }
@@ -80,19 +76,17 @@ class Bindings:
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the runtime function that runs a node, or None if the node runs a kernel or one of torch's ops."""
-        found = self._kernel(node) or self._function_of(node)
+        op, launch = op_name(node), self._flow.launcher.launch_of(node)
+        found = self._kernel(node)
+        if found is None and launch is not None and op in _OF_LAUNCH:
+            found = partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
+        elif found is None:
+            found = self._made[op](node) if op in self._made else self._on_the_spot.get(op)
         if found is None:
             return None
         call = partial(found)
         call.__name__ = node.name  # type: ignore[attr-defined]  # appears in the program's source code
         return call
-
-    def _function_of(self, node: fx.Node) -> Callable[..., Any] | None:
-        """Does the same as `call`, without the replacements of the pipeline's device."""
-        op, launch = op_name(node), self._flow.launcher.launch_of(node)
-        if launch is not None and op in _OF_LAUNCH:
-            return partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
-        return self._made[op](node) if op in self._made else self._on_the_spot.get(op)
 
     def _wait_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that waits for a collective."""

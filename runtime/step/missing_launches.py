@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
-from embrace_fx.runtime.ranks.communicator import Communicator, InFlight, counts_as_lists
+from embrace_fx.runtime.ranks.communicator import InFlight, counts_as_lists
 from embrace_fx.vocabulary.graph import Saved, Values
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.operation_id import OperationId
@@ -51,9 +51,8 @@ class MissingLaunches:
         on_the_spot: whether the phase makes some launches immediately, without the launcher.
     """
 
-    def __init__(self, communicator: Communicator, flow: CommPipeline) -> None:
-        self._communicator = communicator
-        self._flow = flow
+    def __init__(self, flow: CommPipeline) -> None:
+        self._flow, self._communicator = flow, flow.communicator
         self._launches: list[_RegisteredLaunch] = []
         self._names: set[str] = set()  # names of saved values
         self.on_the_spot = False
@@ -70,12 +69,10 @@ class MissingLaunches:
         sent = node.args[0] if isinstance(node.args[0], fx.Node) else None
         like = sent.meta["val"] if sent is not None else None
         launch = self._flow.launcher.launch_of(node)
-        self.on_the_spot |= launch is None
         self._launches.append(_RegisteredLaunch(op, launch, call, arguments, like))
-        return call if launch is not None else self._counting(call)
-
-    def _counting(self, call: Call) -> Call:
-        """Returns a function that calls `call` and counts its calls."""
+        if launch is not None:
+            return call
+        self.on_the_spot = True
 
         def launched(*arguments: Any) -> Any:
             self._made += 1
@@ -93,7 +90,7 @@ class MissingLaunches:
         """Makes the launches that the failed phase has not made. `values` is the result of `begin`. Waits for those
         without the launcher.
         """
-        if self._flow.awaits_ids and any(map(_needs_lookahead, self._launches)):
+        if self._flow.awaits_ids and any(each.id is not None and each.id.needs_lookahead for each in self._launches):
             self._flow.await_ids()  # this also divides the next batch's rows into early and late ones
         made, under_way = self._made, list[InFlight]()
         for each in self._launches:
@@ -135,11 +132,6 @@ class MissingLaunches:
                 row = rank // (len(counts) // len(counts[0]))
                 shape = [sum(of_rank[row] for of_rank in counts), like.shape[1]]
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
-
-
-def _needs_lookahead(launch: _RegisteredLaunch) -> bool:
-    """Returns whether a launch is made only if the next batch is known."""
-    return launch.id is not None and launch.id.needs_lookahead
 
 
 def _to_saved_role(argument: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, fx
@@ -12,7 +11,7 @@ from torch import Tensor, fx
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.flow.comm_pipeline import CommPipeline
 from embrace_fx.runtime.memory.copies import Copies
-from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage, StepHandshake
+from embrace_fx.runtime.ranks.step_handshake import HandshakeMessage
 from embrace_fx.runtime.step.bindings import Bindings
 from embrace_fx.runtime.step.delivery import Delivery, delivered
 from embrace_fx.runtime.step.ids_program import make_ids_program
@@ -58,14 +57,15 @@ class LoweredPhase:
     absent: tuple[OperationId, ...]
 
 
+@dataclass(eq=False)
 class Program:
     """A graph in the form in which it runs: its phases as functions, and what is needed to run them.
 
-    Args:
+    Attributes:
         graph: a partitioned graph.
         buckets: for each bucket that the graph reduces, in launch order, the names of its parameters. None if gradients
             are not reduced (`no_sync`).
-        result_constants: index of a flattened result -> its value, for results that are not tensors.
+        constants: index of a flattened result -> its value, for results that are not tensors.
         head: builds this rank's announcement of a step from a flattened batch.
         scores_nothing: whether a loss averages over labels but a flattened batch has none.
         share_buffers: called once all ranks have announced this program, before anything reads a buffer, or None.
@@ -74,8 +74,6 @@ class Program:
         variants: returns the graph for a variant of a step, such as the first step. None if `graph` serves every step.
         copies: offloads saved values to the host and reloads them, or None.
         of_gradients: whether the backward gets gradients one by one, as on the eager route.
-
-    Attributes:
         unique, ids: the phases that run before the forward.
         ids_program: finds the rows that a batch reads. It can run before the batch's step.
         overlaps_steps: whether the forward waits for communication that the previous step has started.
@@ -87,48 +85,25 @@ class Program:
             logits whose values are computed when they are read.
     """
 
-    def __init__(  # noqa: PLR0913
-        self,
-        graph: TrainingGraph,
-        state: ModelState,
-        announcements: StepHandshake,
-        buckets: tuple[tuple[str, ...], ...] | None,
-        result_constants: Mapping[int, Any],
-        flow: CommPipeline,
-        head: Callable[[Sequence[Any]], HandshakeMessage],
-        *,
-        scores_nothing: Callable[[Sequence[Any]], bool],
-        share_buffers: Callable[[], None] | None,
-        links: Cluster,
-        regions: RegionCompiler | None,
-        variants: Callable[[StepVariant], TrainingGraph] | None,
-        copies: Copies | None,
-        of_gradients: bool,
-    ) -> None:
-        self.variants = variants
-        self._of_gradients = of_gradients
-        self.state = state
-        self.announcements = announcements
-        self.communicator = announcements.communicator
-        self.flow = flow
-        self.regions = regions
-        self.constants = dict(result_constants)
-        self.share_buffers = share_buffers
-        self.head = head
-        self.scores_nothing = scores_nothing
-        alone = self.communicator.world_size == 1
+    graph: InitVar[TrainingGraph]
+    state: ModelState
+    flow: CommPipeline
+    buckets: tuple[tuple[str, ...], ...] | None
+    constants: dict[int, Any]
+    head: Callable[[Sequence[Any]], HandshakeMessage]
+    scores_nothing: Callable[[Sequence[Any]], bool]
+    share_buffers: Callable[[], None] | None
+    links: Cluster
+    regions: RegionCompiler | None
+    variants: Callable[[StepVariant], TrainingGraph] | None
+    copies: Copies | None
+    of_gradients: bool
+
+    def __post_init__(self, graph: TrainingGraph) -> None:
+        self.announcements, self.communicator = self.flow.announcements, self.flow.communicator
+        alone, reduces = self.communicator.world_size == 1, self.buckets is not None
         # In a single process, a gradient is both the mean over all ranks and this rank's own gradient.
-        self.deliver = Delivery(state, flow, buckets is not None or alone, buckets is None or alone)
-        self._bind = partial(
-            Bindings,
-            state=state,
-            announcements=announcements,
-            buckets=buckets,
-            flow=flow,
-            links=links,
-            copies=copies,
-            keeps_buckets=of_gradients,
-        )
+        self.deliver = Delivery(self.state, self.flow, reduces or alone, not reduces or alone)
         self._lower(graph)
         self.overlaps_steps = overlaps_steps(graph)
         self.announces = any(op_name(node) == "embrace::all_gather_ids" for node in graph.phases["ids"].graph.nodes)
@@ -148,10 +123,15 @@ class Program:
             self._lowered["backward"] = self._lower_phase("backward", graph, bound)
         self.ids_program = make_ids_program(graph, state, self.unique)
 
+    def _bind(self, graph: TrainingGraph) -> Bindings:
+        """Returns the runtime functions for the nodes of a graph."""
+        keeps = self.of_gradients
+        return Bindings(graph, self.state, self.flow, self.buckets, self.links, self.copies, keeps_buckets=keeps)
+
     def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         """Makes a function of a phase. Registers its launches, because they must be made even if the phase fails."""
         module, is_last = graph.phases[phase], phase == "backward"
-        missing = MissingLaunches(self.communicator, self.flow)
+        missing = MissingLaunches(self.flow)
 
         def call(node: fx.Node) -> Callable[..., Any] | None:
             found = bound.call(node)
@@ -161,7 +141,7 @@ class Program:
             return make_runnable(part, self.state, call, self.regions, last=is_last)
 
         launcher = self.flow.launcher
-        in_pieces = is_last and self._of_gradients and not self.flow.is_within_steps
+        in_pieces = is_last and self.of_gradients and not self.flow.is_within_steps
         run = StreamingBackward(module, lower_part) if in_pieces else lower_part(module)
         return LoweredPhase(run, missing, launcher.missing_from({*submitted(module)}, forward=not is_last))
 
