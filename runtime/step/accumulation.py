@@ -84,7 +84,7 @@ class Accumulation:
     def __init__(self, look: weakref.ReferenceType[Callable[[Mapping[str, Tensor]], None]]) -> None:
         self._look = look
         self.parameters: dict[str, nn.Parameter] = {}
-        self._nodes: dict[str, tuple[nn.Parameter, Any]] = {}
+        self._nodes: list[Any] = []  # keeps the nodes of the parameters alive, because autograd does not
         self._handles: list[Any] = []
         self.backward: _EagerBackward | None = None
         self._waiting: list[weakref.ref[GradientStep]] = []  # calls whose backward may still run, in order
@@ -105,7 +105,7 @@ class Accumulation:
                 node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
             self._handles.append(node.register_prehook(NodeHook(_on_backward_node, itself, None)))
             self._handles.append(node.register_hook(NodeHook(_on_accumulated, itself, name)))
-            self._nodes[name] = (parameter, node)  # keeps the node alive, because autograd does not
+            self._nodes.append(node)
 
     def forget(self) -> None:
         """Stops watching the parameters."""
@@ -150,7 +150,7 @@ class Accumulation:
     def _accumulates_parameters(self) -> bool:
         """Returns whether the running backward accumulates into `.grad`. This is not so under `torch.autograd.grad`."""
         try:
-            return any(torch._C._will_engine_execute_node(node) for _, node in self._nodes.values())
+            return any(map(torch._C._will_engine_execute_node, self._nodes))
         except RuntimeError:  # torch raises under `torch.autograd.grad` of a parameter
             return False
 

@@ -35,10 +35,8 @@ class HookedBucket:
     """The bucket that a communication hook gets, with the methods of torch's `GradBucket`. `flat` has all gradients."""
 
     def __init__(self, flat: Tensor, parameters: Sequence[nn.Parameter], index: int, *, is_last: bool) -> None:
-        self._flat = flat
-        self._parameters = list(parameters)
-        self._index = index
-        self._is_last = is_last
+        self._flat, self._parameters = flat, list(parameters)
+        self._index, self._is_last = index, is_last
 
     def index(self) -> int:
         """Returns the bucket's index, which is the same in every step of a plan."""
@@ -80,13 +78,13 @@ def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> In
     return InFlight(flat, _HookReduction(future, flat, comm_hook.name))
 
 
+@dataclass(frozen=True)
 class _HookReduction:
-    """The reduction of a bucket by a communication hook, in progress."""
+    """The reduction of a bucket by the communication hook with this name, in progress."""
 
-    def __init__(self, future: torch._C.Future[Any], flat: Tensor, name: str) -> None:
-        self._future = future
-        self._flat = flat
-        self._name = name
+    _future: torch._C.Future[Any]
+    _flat: Tensor
+    _name: str
 
     def wait(self) -> None:
         """Waits for the hook's future, and copies its result to the flat tensor. Raises `TypeError` if the result is

@@ -41,8 +41,6 @@ from embrace_fx.vocabulary.exactness import ELEMENT_WISE, whole_table_reason
 from embrace_fx.vocabulary.operation_id import OPTIMIZER, OWN_CODE
 from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
-Hook = Callable[..., Any]
-
 
 @dataclass
 class _OptimizerStep:
@@ -457,7 +455,7 @@ def _refuse_without_gradients(optimizer: Optimizer) -> None:
         )
 
 
-def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Hook:
+def _make_hook(optimizer_hooks: OptimizerHooks, method: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a method as a hook that runs with gradients disabled and has only a weak reference to `optimizer_hooks`."""
     itself = weakref.ref(optimizer_hooks)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,29 +12,28 @@ from embrace_fx.runtime.step.gradient_hooks import run_accumulate_hooks, run_ten
 from embrace_fx.runtime.tables.model_state import ModelState
 
 
+@dataclass(eq=False)
 class Packer:
     """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
 
-    Args:
+    Attributes:
         scales: whether to divide gradients by the number of ranks. False if the user's communication hook divides them.
         keeps_memory: whether to keep the memory of a bucket on a host between steps, because the system would have to
             zero newly allocated memory. On a device, the allocator keeps memory by itself.
     """
 
-    def __init__(self, state: ModelState, names: tuple[str, ...], *, scales: bool, keeps_memory: bool) -> None:
-        self._state = state
-        self._names = names
-        self._scales = scales
-        self._keeps_memory = keeps_memory
-        self._kept: Tensor | None = None
-        self.__name__ = "pack_bucket"
+    state: ModelState
+    names: tuple[str, ...]
+    scales: bool
+    keeps_memory: bool
+    _kept: Tensor | None = None
 
     def __call__(self, gradients: Sequence[Tensor], scale: float) -> Tensor:
         parts = gradients
-        if self._state.hooked or self._state.unreduced:
-            part = self._gradient_to_reduce if self._state.hooked else self._state.with_unreduced
-            parts = [part(name, gradient) for name, gradient in zip(self._names, gradients, strict=True)]
-        scale = scale * self._state.gradient_scale if self._scales else 1.0
+        if self.state.hooked or self.state.unreduced:
+            part = self._gradient_to_reduce if self.state.hooked else self.state.with_unreduced
+            parts = [part(name, gradient) for name, gradient in zip(self.names, gradients, strict=True)]
+        scale = scale * self.state.gradient_scale if self.scales else 1.0
         if parts[0].is_sparse:  # a sparse gradient has a bucket of its own
             flat = parts[0].coalesce()
             return flat.mul_(scale) if scale != 1.0 else flat
@@ -46,7 +46,7 @@ class Packer:
             flat = torch.cat([part.reshape(-1) for part in parts], out=kept)
             if scale != 1.0:
                 flat.mul_(scale)
-        if not self._keeps_memory or flat.device.type != "cpu":
+        if not self.keeps_memory or flat.device.type != "cpu":
             return flat
         self._kept = flat
         return flat.detach()  # return a separate tensor, so that references to the kept memory can be counted
@@ -55,7 +55,7 @@ class Packer:
         """Returns the sum of `gradient` and of gradients from earlier backwards under `no_sync`, after the parameter's
         hooks.
         """
-        state = self._state
+        state = self.state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)
         parameter = state.parameter(name)
