@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.step.program import LoweredPhase, Program
+from embrace_fx.runtime.step.program import Program
 from embrace_fx.runtime.step.runnable_phase import call_without_autograd
 from embrace_fx.runtime.step.step import SECOND, OpenedBackward, Step
 from embrace_fx.runtime.step.streaming_backward import StreamingBackward
@@ -33,7 +33,6 @@ class GradientStep(Step):
         self._names = tuple(names)
         self._places = {name: k for k, name in enumerate(names)}
         self._in_rows = in_rows
-        self._failure: Exception | None = None
         self._reduced: set[str] = set()  # parameters whose gradients earlier backwards of the results have reduced
         self._opened: OpenedBackward | None = None
         self._sent: StreamingBackward | None = None  # sends gradients as they arrive, or None to send them at the end
@@ -84,7 +83,7 @@ class GradientStep(Step):
             run.begin()
             may_leave = not self.program.state.unreduced and self.program.flow.shares_failures
             self._sent = run if may_leave else None
-        super()._begin_backward(BackwardVariant(), twice=False)
+        super()._begin_backward(BackwardVariant())
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Stores a parameter's accumulated gradient, and sends the parameter's bucket once it is complete.
@@ -118,12 +117,12 @@ class GradientStep(Step):
         assert opened is not None
         if self._of_results and not self._reduced.isdisjoint(gradients):
             failure = RuntimeError(SECOND)  # under DDP, each rank would add its own gradients to the mean gradients
-        self._opened, self._sent, self._failure = None, None, failure
+        self._opened = self._sent = None
         given = tuple([k for k, name in enumerate(self._names) if name in gradients])
         used = program.used.words(given, program.state.unreduced)
         tangents = [gradients.get(name) for name in self._names]
         close = self._close_backward
-        outputs, roles, counts = call_without_autograd(close, opened, {}, tangents, used, twice=False)
+        outputs, roles, counts = call_without_autograd(close, opened, {}, tangents, used, failure)
         absent_here = program.used.absent(used) | program.used.local_unreached(given)
         call_without_autograd(program.deliver, roles, outputs, program.used.absent(counts), absent_here, ())
         program.flow.mark_end()
@@ -136,21 +135,11 @@ class GradientStep(Step):
         values = [each._values() if each.is_sparse else each for each in tangents if each is not None]
         return all(bool(each.isfinite().all()) for each in values)
 
-    def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Raises the error of this rank's backward, if any, so that it is reported to the other ranks."""
-        if self._failure is not None:
-            raise self._failure
+    def _begin_backward(self, variant: BackwardVariant) -> None:
+        """Does nothing, because `begin_backward` has already begun the exchanges."""
 
-    def _call_backward(
-        self,
-        backward: LoweredPhase,
-        values: Values,
-        tangents: Sequence[Tensor | None],
-        announce_end: Callable[[], None],
-    ) -> tuple[Any, ...]:
-        """Runs the program's backward, which exchanges the call's gradients. `tangents` has one for each parameter, or
-        None.
-        """
+    def _arguments(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Returns the gradients of the parameters, by index, in the layouts in which ranks exchange them."""
         taken, self._taken = self._taken, {}
         for k, (name, tangent) in enumerate(zip(self._names, tangents, strict=True)):
             if k in taken:
@@ -159,10 +148,7 @@ class GradientStep(Step):
                 taken[k] = tangent
             else:
                 taken[k] = self._to_exchange_layout(name, tangent)
-        if isinstance(backward.run, StreamingBackward):
-            backward.run.run_ready(taken)
-            announce_end()  # announce the end while the last buckets are in flight
-        return backward.run(self._leaves, values, taken)
+        return taken
 
     def _to_exchange_layout(self, name: str, gradient: Tensor | None) -> Tensor:
         """Converts a gradient to the layout (sparse or dense) in which ranks exchange it; None becomes zeros."""

@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,15 +20,16 @@ from torch import Tensor
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
 from embrace_fx.runtime.launch import streams
+from embrace_fx.runtime.launch.spans import spanned
 from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.bad_batches import unreadable_batch
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_known_to_all_ranks
 from embrace_fx.runtime.step.backward_flags import FAILED, Finish, launch_flags
-from embrace_fx.runtime.step.call_node import TWICE, CallNode
 from embrace_fx.runtime.step.program import LoweredPhase, Program
 from embrace_fx.runtime.step.promised_logits import Logits, LogitsSource
 from embrace_fx.runtime.step.runnable_phase import call_without_autograd, store_saved
+from embrace_fx.runtime.step.streaming_backward import StreamingBackward
 from embrace_fx.runtime.step.writable_results import sharing_memory, writable_results
 from embrace_fx.vocabulary.graph import BatchInput, Gradient, OutputRole, Result, Values
 from embrace_fx.vocabulary.step_variant import BackwardVariant, ForwardVariant
@@ -41,6 +42,10 @@ SECOND = (
 FREED = (
     "backward() was called after torch.autograd.grad() or backward(inputs=...) had freed what the same call saved for "
     "its backward. Pass retain_graph=True to the first of the two, or call the model again."
+)
+_TWICE = (
+    "backward(create_graph=True): gradients of a compiled model cannot be differentiated again. For gradients of "
+    "gradients with respect to the batch, such as a gradient penalty, pass route='eager' to compile()."
 )
 _NOTHING_READ = VersionSnapshot()
 
@@ -65,6 +70,71 @@ def run_step(program: Program, leaves: Sequence[Any], *, train: bool, following:
         source = LogitsSource.of_call(promise, program.state, program.communicator, trains=train)
         results[index] = Logits(results[index], source)
     return [results[index] for index in range(len(results))]
+
+
+class CallNode(torch.autograd.Function):
+    """One call of the model, as a single node of the user's autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Runs the step's forward, and returns its results.
+
+        Args:
+            anchor: requires grad, so that the results have a backward even if no input requires grad.
+            inputs: the tensors of the batch that require grad.
+        """
+        ctx.step = step
+        ctx.set_materialize_grads(False)
+        results = call_without_autograd(spanned, "forward", step.forward)
+        program = step.program
+        program.state.awaiting_backward.add(step)
+        of_results = zip(program.results, results, strict=True)
+        fixed = [r for i, r in of_results if i not in program.differentiable and isinstance(r, Tensor)]
+        ctx.mark_non_differentiable(*fixed)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Runs the step's backward, and returns the gradients of the inputs. A tangent is None if its result has no
+        gradient.
+        """
+        program, twice = ctx.step.program, torch.is_grad_enabled()
+        program.state.graph_task = torch._C._current_graph_task_id()
+        anchor, _ = ctx.next_functions[0]
+        # `torch.autograd.grad` and `backward(inputs=...)` stop at their inputs, so they do not run the anchor's node.
+        wanted = torch._C._will_engine_execute_node(anchor)
+        # Only the anchor has a next function, so no tensor of the batch gets a gradient.
+        final = twice and wanted and not program.state.tables and len(ctx.next_functions) == 1
+        keeps = not wanted and torch._C._autograd._get_current_graph_task_keep_graph()
+        run, options = ctx.step.backward, {"for_parameters": wanted, "twice": twice and not final, "keeps": keeps}
+        with program.state.pending.closed(grows=program.overlaps_steps):
+            gradients = call_without_autograd(spanned, "backward", run, tangents, **options)
+        if final:
+            _refuse_second_derivatives(program)
+        return (None, None, *gradients)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Returns a gradient unchanged, and raises an error if that gradient is differentiated: a mean over ranks is no
+    function that autograd knows. What DDP makes of it again is wrong, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError(_TWICE)
+
+
+def _refuse_second_derivatives(program: Program) -> None:
+    """Makes the gradients of a backward with `create_graph=True` raise if they are differentiated."""
+    program.flow.wait()
+    with torch.enable_grad():
+        for parameter in program.state.parameters():
+            if parameter.grad is not None:
+                parameter.grad = _NotDifferentiable.apply(parameter.grad.detach().requires_grad_())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -187,7 +257,7 @@ class Step:
         if self._values is None:
             raise RuntimeError(self._ended)
         if twice and not self.program.flow.shares_failures:
-            raise RuntimeError(TWICE)
+            raise RuntimeError(_TWICE)
         program.state.awaiting_backward.discard(self)
         values, self._values = self._values, None
         kept = (values.copy(), self._read_again) if keeps else None
@@ -199,7 +269,8 @@ class Step:
         used = program.used.words(given, self.unreduced)
         if state.hooked:
             state.unreached = program.used.absent(program.used.words(given))
-        outputs, roles, counts = self._close_backward(self._open_backward(values), values, tangents, used, twice=twice)
+        opened, failure = self._open_backward(values), RuntimeError(_TWICE) if twice else None
+        outputs, roles, counts = self._close_backward(opened, values, tangents, used, failure)
         if not for_parameters:
             program.flow.drop()
             if kept is not None:
@@ -250,13 +321,13 @@ class Step:
         values: Values,
         tangents: Sequence[Tensor | None],
         used: Sequence[int],
-        *,
-        twice: bool,
+        failure: Exception | None,
     ) -> tuple[tuple[Any, ...], Sequence[OutputRole], tuple[int, ...]]:
         """Runs the backward to its end, and checks that it has succeeded on all ranks.
 
         Args:
             used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
+            failure: an error to report to the other ranks instead of running the backward, or None.
 
         Returns:
             The backward's outputs, the role of each output, and for each parameter how many ranks' backwards reach it.
@@ -269,24 +340,24 @@ class Step:
         written, names = 0, ""
         outputs: tuple[Any, ...] = ()
         try:
-            self._begin_backward(opened.variant, twice)
+            self._begin_backward(opened.variant)
+            if failure is not None:
+                raise failure  # here, because an error in the backward is reported to the other ranks
             written, names = self._written_tensors()
             if gate is None:  # without a barrier, launch the flags first, so that the backward hides their exchange
                 finish = self._launch_flags(used, written)
-
-            def announce_end() -> None:
-                """Starts exchanging the backward's flags, at the first call."""
-                nonlocal finish
+            arguments = self._arguments(tangents)
+            if isinstance(backward.run, StreamingBackward):
+                backward.run.run_ready(arguments)
                 if gate is not None:
                     self._check_barrier(gate)
-                finish = finish or self._launch_flags(used, written)
-
-            outputs = self._call_backward(backward, values, tangents, announce_end)
+                finish = finish or self._launch_flags(used, written)  # while the last buckets are in flight
+            outputs = backward.run(self._leaves, values, arguments)
         except Dropped:
             pass
-        except Exception as failure:
-            if gate is not None and finish is None and not is_known_to_all_ranks(failure):
-                self._fail_backward(backward, gate, opened.needed, used, failure)
+        except Exception as error:
+            if gate is not None and finish is None and not is_known_to_all_ranks(error):
+                self._fail_backward(opened, gate, used, error)
             raise
         if gate is not None:
             self._check_barrier(gate)
@@ -305,11 +376,9 @@ class Step:
             self.program.state.reached = reached
         return outputs, backward.run.roles, reached
 
-    def _begin_backward(self, variant: BackwardVariant, twice: bool) -> None:
-        """Begins the exchanges of the backward. Raises `RuntimeError` if second derivatives are requested (`twice`)."""
+    def _begin_backward(self, variant: BackwardVariant) -> None:
+        """Begins the exchanges of the backward."""
         self.program.flow.begin_backward(self.program.ids_program, variant)
-        if twice:  # raise here, because an error in the backward is reported to the other ranks
-            raise RuntimeError(TWICE)
 
     def _written_tensors(self) -> tuple[int, str]:
         """Returns how many tensors that the backward reads were written since the forward, and their names."""
@@ -317,22 +386,15 @@ class Step:
         self._read_again = _NOTHING_READ  # so that the backward can free values after their last use
         return len(written), self.program.name_written(written, self._leaves) if written else ""
 
-    def _call_backward(
-        self,
-        backward: LoweredPhase,
-        values: Values,
-        tangents: Sequence[Tensor | None],
-        announce_end: Callable[[], None],
-    ) -> tuple[Any, ...]:
-        """Runs the backward, and returns its outputs. `GradientStep` calls `announce_end` when it can fail no more."""
+    def _arguments(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor]:
+        """Returns the gradients of the results as the program's backward takes them, by index of the result."""
         program = self.program
-        dense = {
+        return {
             # The graph was traced for contiguous gradients, and autograd omits gradients of unused results.
             index: tangent.contiguous() if tangent is not None else torch.zeros_like(result)
             for index, tangent, result in zip(program.results, tangents, self._results, strict=True)
             if index in program.differentiable
         }
-        return backward.run(self._leaves, values, dense)
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
         """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent before.
@@ -347,12 +409,12 @@ class Step:
             gate.check()
 
     def _fail_backward(
-        self, backward: LoweredPhase, gate: BackwardBarrier, needed: Values, used: Sequence[int], failure: Exception
+        self, opened: OpenedBackward, gate: BackwardBarrier, used: Sequence[int], failure: Exception
     ) -> None:
         """Tells the other ranks that this rank's backward has failed, and makes the launches for which they wait."""
         flow = self.program.flow
         self._check_barrier(gate)
-        backward.missing.submit(needed)
+        opened.phase.missing.submit(opened.needed)
         flow.end_backward()
         with contextlib.suppress(PeerFailure):
             self._launch_flags(used, FAILED)("", failure, lambda: True)
