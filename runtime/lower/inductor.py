@@ -45,9 +45,7 @@ def check_toolchain(devices: Collection[str]) -> None:
 
 
 class RegionCompiler:
-    """Compiles the regions of one program with Inductor: the compute between two communications. Equal regions are
-    compiled once.
-    """
+    """Compiles the regions of one program with Inductor. Equal regions are compiled once."""
 
     def __init__(self) -> None:
         self._compiled: dict[str, Compiled] = {}

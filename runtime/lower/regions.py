@@ -56,9 +56,7 @@ class Region:
 
 
 def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:
-    """Replaces the regions of a phase's graph, in place, by calls of what `compile_region` returns, if it returns
-    anything. `root` has the graph's constants.
-    """
+    """Replaces regions by calls of what `compile_region` returns, in place. `root` has the graph's constants."""
     _move_items_to_tuples(graph)
     for nodes in list(_compilable_runs(graph)):
         if sum(map(_is_kernel, nodes)) < SMALLEST:
@@ -85,9 +83,7 @@ def _compilable_runs(graph: fx.Graph) -> Iterator[dict[fx.Node, None]]:
 
 
 def _is_compute(node: fx.Node) -> bool:
-    """Returns whether a node can be compiled: a pure ATen or prims op without randomness or data-dependent sizes, or a
-    computation of sizes.
-    """
+    """Returns whether a node is a pure ATen or prims op without randomness or data-dependent sizes, or a size."""
     if node.op != "call_function" or any(n.meta.get("val") is None for n in node.all_input_nodes):
         return False
     value, target = node.meta.get("val"), node.target
@@ -147,9 +143,7 @@ def _free_symbols(value: Any) -> set[Any]:
 
 
 def _sizes(node: fx.Node) -> Iterator[tuple[str, int | None]]:
-    """Yields (size as text, dimension) for each symbolic size of a node's value. The dimension is None if the value is
-    a size.
-    """
+    """Yields (size as text, dimension, None if the value is a size) for each symbolic size of a node's value."""
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
         yield str(value), None
@@ -192,9 +186,7 @@ def _extract_region(
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Returns whether a node's value is at the same memory address in every step. This holds for a parameter, buffer or
-    shard, and for its in-place update.
-    """
+    """Returns whether a value has one address in all steps: a parameter, buffer or shard, or its in-place update."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return bool(node.meta.get("fixed"))

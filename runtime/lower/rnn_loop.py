@@ -99,9 +99,7 @@ def step_state(initial: Tensor, before: Tensor, rows: int) -> Tensor:
 
 
 def _from_last_step(walk: TimeOrder, *columns: Tensor) -> list[tuple[Any, Any]]:
-    """Returns, for each step from the one processed last to the first, (the rows of each column, those of the step
-    before it, or None).
-    """
+    """Returns, from the last step to the first, (each column's rows of a step, those of the step before or None)."""
     steps = list(zip(*map(walk.steps, columns), strict=True))[::-1]
     return [*zip(steps, [*steps[1:], None], strict=True)]
 

@@ -126,9 +126,7 @@ class Accumulation:
             node.register_prehook(partial(_on_backward_node, itself, step))
 
     def begin(self, step: GradientStep | None) -> None:
-        """Begins a backward, which started at the results of `step`, or if it is None at another tensor. The backward
-        then belongs to the last call.
-        """
+        """Begins a backward that started at the results of `step`, or, if None, elsewhere: it is the last call's."""
         if not self._accumulates_parameters():
             return
         of_results = step is not None
@@ -172,9 +170,7 @@ class Accumulation:
             step.exchange({}, RuntimeError(_RAISED))
 
     def _finish_backward(self) -> tuple[GradientStep, dict[str, Tensor]]:
-        """Ends the backward, and restores `.grad`. Returns the call, and the gradients by name in the order of
-        accumulation.
-        """
+        """Restores `.grad`. Returns the call, and the gradients by name, in the order of their accumulation."""
         backward, self.backward = self.backward, None
         assert backward is not None
         found = [(name, self.parameters[name].grad) for name in backward.reached]

@@ -186,9 +186,7 @@ def _deliver_one(state: ModelState, name: str, gradient: Tensor, synchronised: b
 
 
 def in_supported_layouts(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields (parameter, converted gradient) where the optimizer does not support a gradient's layout (sparse or
-    dense).
-    """
+    """Yields (parameter, converted gradient) where a gradient is sparse or dense but the optimizer wants the other."""
     takes_any, wants = accepts_sparse(optimizer), type(optimizer) is SparseAdam
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -37,9 +37,7 @@ class ExternalGradients:
         self._handles: list[Any] = []
 
     def watch(self, unused: frozenset[str]) -> None:
-        """Adds hooks to all parameters that currently require gradients. The model's own graphs do not read those in
-        `unused`.
-        """
+        """Adds hooks to all parameters that require gradients. The model's own graphs read none of `unused`."""
         self._unused = unused
         self.stop()
         if self._communicator.world_size == 1:

@@ -39,9 +39,7 @@ class GradientStep(Step):
         self._taken: dict[int, Tensor] = {}  # index of a parameter -> gradient in the layout of its exchange
 
     def announce(self) -> None:
-        """Announces the call to the other ranks, and begins the program. Collective. Raises `PeerFailure` on every rank
-        if a rank has failed.
-        """
+        """Announces the call, and begins the program. Collective. Raises `PeerFailure` if a rank has failed."""
         call_without_autograd(self.forward)
         self._results = []
 

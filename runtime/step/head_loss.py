@@ -93,9 +93,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of the hidden states and the bias, and stores that of the output layer's shard.
-        Collective.
-        """
+        """Returns the gradients of hidden states and bias, and stores that of the output layer's shard. Collective."""
         head = ctx.head
         promise, state, communicator = head.promise, head.state, head.communicator
         hidden, local, own_bias, _, labels, all_labels, positions, counts, log_sums, *saved = ctx.saved_tensors

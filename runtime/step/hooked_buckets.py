@@ -65,9 +65,7 @@ class HookedBucket:
 
 
 def run_comm_hook(comm_hook: CommHook, flat: Tensor, bucket: HookedBucket) -> InFlight:
-    """Runs a communication hook on a bucket. Returns the reduction in flight, whose result will be copied to `flat`.
-    Raises `TypeError` if the hook returns no future.
-    """
+    """Begins a bucket's reduction into `flat` by a communication hook. Raises `TypeError` if it returns no future."""
     future = comm_hook.hook(comm_hook.state, bucket)
     if not isinstance(future, torch._C.Future):  # collectives return futures of the base class
         raise TypeError(
@@ -87,9 +85,7 @@ class _HookReduction:
     _name: str
 
     def wait(self) -> None:
-        """Waits for the hook's future, and copies its result to the flat tensor. Raises `TypeError` if the result is
-        not a tensor of the bucket's size.
-        """
+        """Waits for the reduction, and copies it to the flat tensor. Raises `TypeError` if it has another size."""
         found = self._future.wait()
         reduced = found[0] if isinstance(found, list | tuple) and found else found
         if not isinstance(reduced, Tensor) or reduced.numel() != self._flat.numel():

@@ -58,9 +58,7 @@ class MissingLaunches:
         self.on_the_spot = False
 
     def add(self, node: fx.Node, call: Call) -> Call:
-        """Registers a graph node if it launches a collective. Returns the function that must run the node: `call`, or a
-        wrapper that counts its calls.
-        """
+        """Registers a node if it launches a collective. Returns `call`, or a wrapper that counts its calls."""
         op = op_name(node)
         if op not in SUBMISSIONS | LAUNCHES or not self._flow.shares_failures:
             return call
@@ -87,9 +85,7 @@ class MissingLaunches:
         return {name: values[name] for name in self._names if name in values}
 
     def submit(self, values: Values) -> None:
-        """Makes the launches that the failed phase has not made. `values` is the result of `begin`. Waits for those
-        without the launcher.
-        """
+        """Makes the launches that the failed phase has not made. `values` is the result of `begin`."""
         if self._flow.awaits_ids and any(each.id is not None and each.id.needs_lookahead for each in self._launches):
             self._flow.await_ids()  # this also divides the next batch's rows into early and late ones
         made, under_way = self._made, list[InFlight]()

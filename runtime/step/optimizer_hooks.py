@@ -80,9 +80,7 @@ class _OptimizerStep:
             table.parameter.grad = None
 
     def restore(self, *, raised: bool) -> None:
-        """Restores the hidden gradients. If `raised`, skips gradients that were cleared or replaced since the step
-        failed.
-        """
+        """Restores the hidden gradients. If `raised`, skips those cleared or replaced since the step failed."""
         for parameter, gradient, instead in reversed(self.hidden):
             if not raised or parameter.grad is instead:
                 parameter.grad = gradient
@@ -245,9 +243,7 @@ class OptimizerHooks:
         return held
 
     def _sort_tables(self, step: _OptimizerStep, tables: Sequence[Member], optimizer: Optimizer) -> None:
-        """Decides how each table's gradient is applied, and stores the decision in `step`. Hides a gradient unless the
-        optimizer's own step applies it.
-        """
+        """Stores in `step` how each table's gradient is applied. Hides it unless the optimizer's own step does that."""
         done: set[int] = set()
         for exchange in step.late:
             done.update(map(id, exchange.table.members))
@@ -299,9 +295,7 @@ class OptimizerHooks:
         return [table for table in held if table.name not in whole] if whole else held
 
     def _row_updated_replicas(self, optimizer: Optimizer) -> list[Member]:
-        """Returns those unsharded tables of an optimizer that are updated by rows: its step changes only rows with a
-        gradient.
-        """
+        """Returns an optimizer's unsharded tables of which its step changes only rows with a gradient."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         found = [table for table in self.replicas if id(table.parameter) in own]
         for table in found:
@@ -400,9 +394,7 @@ class OptimizerHooks:
 
     @staticmethod
     def _unscale(optimizer: Optimizer, step: _OptimizerStep) -> bool:
-        """Divides gradients that the optimizer's own step does not apply by the scale of a `GradScaler`. Returns False
-        if the step must be skipped.
-        """
+        """Divides gradients of tables by the scale of a `GradScaler`. Returns False if the step must be skipped."""
         found_inf, scale = optimizer.__dict__.get("found_inf"), optimizer.__dict__.get("grad_scale")
         if found_inf is not None and bool(torch.as_tensor(found_inf).item() > 0):
             return False
@@ -426,9 +418,7 @@ class OptimizerHooks:
         return state_dict_with_shards(optimizer, state_dict, self._state, self._communicator)
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Applies pending updates. Returns the state dict to load, with the state of this rank's shard for sharded
-        tables.
-        """
+        """Applies pending updates. Returns the state dict to load, with this rank's part for sharded tables."""
         self._apply_all()
         self._flow.resend_rows()
         return state_dict_to_load(optimizer, state_dict, self._state, self._communicator)

@@ -52,9 +52,7 @@ class Packer:
         return flat.detach()  # return a separate tensor, so that references to the kept memory can be counted
 
     def _gradient_to_reduce(self, name: str, gradient: Tensor) -> Tensor:
-        """Returns the sum of `gradient` and of gradients from earlier backwards under `no_sync`, after the parameter's
-        hooks.
-        """
+        """Returns `gradient` plus those of earlier backwards under `no_sync`, after the parameter's hooks."""
         state = self.state
         if name not in state.hooked or name in state.unreached:
             return state.with_unreduced(name, gradient)

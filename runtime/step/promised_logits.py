@@ -95,9 +95,7 @@ class LogitsSource:
         return [self.state.parameter(name) for name in (self.promise.table, self.promise.bias) if name]
 
     def compute(self, hidden: Tensor, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Computes the logits (.., V) of hidden states (.., D) from the whole table. Collective. `parameters` replace
-        the source's own.
-        """
+        """Computes logits (.., V) of hidden states (.., D) from whole parameters, its own unless given. Collective."""
         self.check()
         weight, *bias = self.parameters() if parameters is None else parameters
         if isinstance(weight, TableShard) and not torch.is_grad_enabled():
@@ -245,9 +243,7 @@ class Logits(Tensor):
         return self.grad_fn is not self.node or any(each.value is not None for each in self.made.chain())
 
     def derived(self, hidden: Tensor, base: Callable[[], Tensor], source: LogitsSource | None = None) -> Logits:
-        """Returns logits that are computed from these, such as a slice: from other hidden states, or by `base` from the
-        values.
-        """
+        """Returns logits like a slice of these, computed from other hidden states, or by `base` from the values."""
         return Logits(hidden, source or self.source, base, self.made, is_log=self.is_log)
 
     @classmethod

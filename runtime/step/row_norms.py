@@ -38,9 +38,7 @@ def sum_squares_over_ranks(steps: Sequence[Step], communicator: Communicator, re
 
 
 class _RowNorms:
-    """The squared norms (K,) of gradient rows, while they are summed over ranks. `squares` (K,) sums this rank's
-    columns.
-    """
+    """The squared norms (K,) of gradient rows over all ranks' columns. `squares` (K,) are of this rank's columns."""
 
     def __init__(self, squares: Tensor, communicator: Communicator, recorder: Recorder) -> None:
         self._squares, self._communicator, self._recorder = squares, communicator, recorder

@@ -95,9 +95,7 @@ class CallNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Runs the step's backward, and returns the gradients of the inputs. A tangent is None if its result has no
-        gradient.
-        """
+        """Runs the step's backward. Returns the gradients of the inputs, from those of the results (or None)."""
         program, twice = ctx.step.program, torch.is_grad_enabled()
         program.state.graph_task = torch._C._current_graph_task_id()
         anchor, _ = ctx.next_functions[0]
@@ -168,9 +166,7 @@ class Step:
         self._read_again = _NOTHING_READ
 
     def forward(self) -> list[Any]:
-        """Announces the call to the other ranks, runs its forward, and keeps what the backward needs. Returns the
-        results.
-        """
+        """Announces the call, runs its forward, keeps what the backward needs, and returns the results."""
         program = self.program
         program.announcements.of_step = program.head(self._leaves)
         values, variant = self._begin_forward()
@@ -198,9 +194,7 @@ class Step:
         return read + sharing_memory((results[k] for k in made), read) if made else read
 
     def _run_forward(self, forward: LoweredPhase, values: Values) -> tuple[Any, ...]:
-        """Runs the forward, and returns its outputs. Reports an error to the other ranks, and makes the launches for
-        which they wait.
-        """
+        """Runs the forward. Reports an error to the other ranks, and makes the launches for which they wait."""
         program = self.program
         needed = forward.missing.begin(values)
         try:
@@ -215,9 +209,7 @@ class Step:
             raise
 
     def _begin_forward(self) -> tuple[Values, ForwardVariant]:
-        """Runs the phases before the forward, which exchange ids. Returns the values that they have saved, by name, and
-        the variant of the forward to run.
-        """
+        """Runs the phases that exchange ids. Returns the values that they save, and the forward's variant."""
         program = self.program
         if program.overlaps_steps:
             following, self._following = self._following, None
@@ -397,9 +389,7 @@ class Step:
         }
 
     def _check_barrier(self, gate: BackwardBarrier) -> None:
-        """Waits until every rank has begun a backward or another call. Nothing of this backward has been sent before.
-        Raises `PeerFailure` if a rank is not in this backward.
-        """
+        """Waits, before anything is sent, until all ranks have come. Raises `PeerFailure` if one runs no backward."""
         if gate.future.done():
             gate.wait()
         else:
@@ -442,9 +432,7 @@ class Step:
         return launch_flags(scalars, used, written, self.program.communicator, on)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
-        """Returns the gradients of the batch's tensors that require one, in the order of the batch; None if not
-        computed.
-        """
+        """Returns the gradient, or None, of each of the batch's tensors that require one, in the order of the batch."""
         wanted = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not wanted:
             return []

@@ -50,9 +50,7 @@ class StreamingBackward:
         self._missing = [set(needed) for _, needed in self._pieces]
 
     def record(self, tangent: int) -> bool | None:
-        """Records that the gradient with this index exists. Returns whether all gradients of the next piece exist now,
-        or None if the gradient's bucket has already been sent.
-        """
+        """Records a gradient. Returns whether it completes the next piece, or None if its piece has been sent."""
         piece = self._piece_of.get(tangent)
         if piece is None:
             return False
@@ -97,9 +95,7 @@ def _split_by_bucket(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _extract(module: fx.GraphModule, nodes: Collection[fx.Node], outputs: Sequence[_Output]) -> fx.GraphModule:
-    """Copies some nodes to a graph of their own, with these outputs. Values that they read from other nodes become
-    inputs.
-    """
+    """Copies nodes to a graph with these outputs. Values that they read from other nodes become its inputs."""
     read = {each for node in nodes for each in node.all_input_nodes} | {value for value, _ in outputs}
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:

@@ -72,9 +72,7 @@ class UsedParameters:
         return self._local - self._reached(results) if self._local else self._local
 
     def _absent(self, counts: tuple[int, ...]) -> frozenset[str]:
-        """Returns the parameters that the program can give a gradient, but that no rank's backward reaches. `counts`
-        are the sums over ranks of `words`.
-        """
+        """Returns the parameters of the program that no rank's backward reaches. `counts` are sums of `words`."""
         return frozenset(name for name in self._delivered if not self._is_reached(name, counts))
 
     def reached_by_any(self, counts: tuple[int, ...]) -> list[str]:

@@ -30,9 +30,7 @@ def writable_results(results: Sequence[Any], differentiable: Iterable[int]) -> t
 
 
 def sharing_memory(made: Iterable[Tensor], read: VersionSnapshot) -> VersionSnapshot:
-    """Returns a snapshot of the plain tensors in `made` that share memory with tensors that the backward reads
-    (`read`).
-    """
+    """Returns a snapshot of the tensors in `made` that share memory with those that the backward reads (`read`)."""
     memory = {storage_id(tensor) for tensor in read.tensors}
     shared = (tensor.detach() for tensor in made if storage_id(tensor) in memory)
     return VersionSnapshot.of_tensors_in(shared)
