@@ -39,20 +39,12 @@ _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a phase that is compiled to one function: the compute between two communications.
+    """A part of a phase that is compiled to one function: the compute between two communications."""
 
-    Attributes:
-        module: the graph of the region, with one placeholder for each input and one tuple of outputs.
-        inputs: the fake tensors and symbolic sizes of the inputs.
-        fixed: positions of the inputs that are at the same address in every step, such as parameters, buffers and
-            shards.
-        kept: whether a result may outlive the step, or be read on another CUDA stream.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[Any, ...]
-    fixed: tuple[int, ...]
-    kept: bool
+    module: fx.GraphModule  # with a placeholder for each input, and one tuple of outputs
+    inputs: tuple[Any, ...]  # fake tensors and symbolic sizes
+    fixed: tuple[int, ...]  # positions of inputs with the same address in every step, such as parameters and shards
+    kept: bool  # whether a result may outlive the step, or be read on another CUDA stream
 
 
 def compile_regions(root: fx.GraphModule, graph: fx.Graph, compile_region: Callable[[Region], Compiled | None]) -> None:

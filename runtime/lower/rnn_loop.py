@@ -27,14 +27,10 @@ _tanh_backward = torch.ops.aten.tanh_backward.grad_input
 class TimeOrder:
     """The order in which a layer processes its rows. A row is one sequence at one time step. Rows are sorted by time
     step, as in a packed sequence.
-
-    Attributes:
-        sizes: the number of rows (sequences) of each time step; it never increases.
-        reverse: whether the layer runs from the last step to the first.
     """
 
-    sizes: list[int]
-    reverse: bool
+    sizes: list[int]  # the number of rows (sequences) of each time step, which never increases
+    reverse: bool  # whether the layer runs from the last step to the first
 
     @classmethod
     def of_input(cls, input: Tensor, batch_sizes: Tensor | None, reverse: bool) -> TimeOrder:

@@ -36,21 +36,14 @@ _RAISED = "the backward failed on this rank, with an error of its own"
 
 @dataclass
 class _EagerBackward:
-    """The state of a running backward of an eager call.
-
-    Attributes:
-        before: name of a parameter -> its `.grad` before the backward, if it had one.
-        kept: names of parameters whose `.grad` stays in place during the backward, because their hooks must see the sum
-            of the old and the new gradient.
-        reached: names of parameters whose gradients have been accumulated, in the order of accumulation.
-        task: the autograd engine's id of the backward. A nested backward, such as that of a checkpoint, has another id.
-    """
+    """The state of a running backward of an eager call."""
 
     step: GradientStep
-    task: int
-    before: dict[str, Tensor] = field(default_factory=dict)
+    task: int  # autograd's id of the backward; a nested backward, such as that of a checkpoint, has another one
+    before: dict[str, Tensor] = field(default_factory=dict)  # parameter -> its `.grad` before, if it had one
+    # Parameters whose `.grad` stays in place, because their hooks must see the sum of the old and the new gradient.
     kept: set[str] = field(default_factory=set)
-    reached: dict[str, None] = field(default_factory=dict)
+    reached: dict[str, None] = field(default_factory=dict)  # parameters with a gradient, in order of accumulation
 
 
 class _End:

@@ -73,16 +73,12 @@ class _SortedOutputs:
 class Delivery:
     """Stores the gradients that one program's backwards compute: dense gradients in `.grad`, rows in tables, and
     gradients that are still being exchanged as futures.
-
-    Attributes:
-        synchronised: whether gradients are the mean over all ranks, rather than this rank's own under `no_sync`.
-        own: whether dense gradients are this rank's own, on which the parameters' gradient hooks have not run yet.
     """
 
     state: ModelState
     flow: CommPipeline
-    synchronised: bool
-    own: bool
+    synchronised: bool  # whether gradients are the mean over ranks, rather than this rank's own under `no_sync`
+    own: bool  # whether dense gradients are this rank's own, on which the parameters' hooks have not run yet
     _sorted: dict[int, _SortedOutputs] = field(default_factory=dict)  # id of the roles -> the sorted outputs
 
     def __call__(

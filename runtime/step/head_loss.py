@@ -37,20 +37,15 @@ _GROUP = "embedding"
 
 @dataclass(frozen=True)
 class LossArguments:
-    """A sharded output layer, and the arguments of `F.cross_entropy` on its logits.
-
-    Attributes:
-        reduction: 0 for "none", 1 for "mean", 2 for "sum".
-        smoothing: the label smoothing, 0 if `weight` is given: class weights and smoothing together are not supported.
-    """
+    """A sharded output layer, and the arguments of `F.cross_entropy` on its logits."""
 
     promise: PromisedLogits
     state: ModelState
     communicator: Communicator
-    reduction: int
+    reduction: int  # 0 for "none", 1 for "mean", 2 for "sum"
     ignore_index: int
     weight: Tensor | None
-    smoothing: float
+    smoothing: float  # 0 if `weight` is given, because the two together are not supported
 
 
 class HeadLoss(torch.autograd.Function):

@@ -29,19 +29,13 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _RegisteredLaunch:
-    """A collective that a phase launches, with what is needed to launch it if the phase fails.
-
-    Attributes:
-        id: the launch's id, or None if it is made immediately, without the launcher.
-        arguments: the arguments of `call`. A value that a phase has saved is represented by its `Saved` role.
-        like: a fake tensor with the shape and dtype of the tensor that the launch sends, or None.
-    """
+    """A collective that a phase launches, with what is needed to launch it if the phase fails."""
 
     op: str
-    id: OperationId | None
+    id: OperationId | None  # None if it is launched immediately, without the launcher
     call: Call
-    arguments: tuple[Any, ...]
-    like: Tensor | None
+    arguments: tuple[Any, ...]  # of `call`; a value that a phase has saved is represented by its `Saved` role
+    like: Tensor | None  # a fake tensor with the shape and dtype of what is sent, or None
 
 
 class MissingLaunches:

@@ -14,17 +14,13 @@ from embrace_fx.runtime.tables.model_state import ModelState
 
 @dataclass(eq=False)
 class Packer:
-    """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse.
-
-    Attributes:
-        scales: whether to divide gradients by the number of ranks. False if the user's communication hook divides them.
-        keeps_memory: whether to keep the memory of a bucket on a host between steps, because the system would have to
-            zero newly allocated memory. On a device, the allocator keeps memory by itself.
-    """
+    """Packs the gradients of one bucket into one flat tensor, whose memory later steps reuse."""
 
     state: ModelState
     names: tuple[str, ...]
-    scales: bool
+    scales: bool  # whether to divide by the number of ranks, which a communication hook of the user does itself
+    # Whether to keep the memory on a host, because the system would have to zero newly allocated memory. On a device,
+    # the allocator keeps memory by itself.
     keeps_memory: bool
     _kept: Tensor | None = None
 

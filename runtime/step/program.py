@@ -45,16 +45,11 @@ if TYPE_CHECKING:  # importing Inductor takes seconds, so only its users import 
 
 @dataclass(frozen=True)
 class LoweredPhase:
-    """A forward or backward phase as a function.
-
-    Attributes:
-        missing: makes the launches for which other ranks wait, if the phase fails.
-        absent: ids of launches that this variant does not make, so that the launcher does not wait for them.
-    """
+    """A forward or backward phase as a function."""
 
     run: Runnable | StreamingBackward
-    missing: MissingLaunches
-    absent: tuple[OperationId, ...]
+    missing: MissingLaunches  # makes the launches for which other ranks wait, if the phase fails
+    absent: tuple[OperationId, ...]  # launches that this variant does not make, so that the launcher skips them
 
 
 @dataclass(eq=False)
@@ -62,18 +57,6 @@ class Program:
     """A graph in the form in which it runs: its phases as functions, and what is needed to run them.
 
     Attributes:
-        graph: a partitioned graph.
-        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters. None if gradients
-            are not reduced (`no_sync`).
-        constants: index of a flattened result -> its value, for results that are not tensors.
-        head: builds this rank's announcement of a step from a flattened batch.
-        scores_nothing: whether a loss averages over labels but a flattened batch has none.
-        share_buffers: called once all ranks have announced this program, before anything reads a buffer, or None.
-        links: the cluster's links, from which message sizes are chosen.
-        regions: compiles the compute between two communications, or None to call each op separately.
-        variants: returns the graph for a variant of a step, such as the first step. None if `graph` serves every step.
-        copies: offloads saved values to the host and reloads them, or None.
-        of_gradients: whether the backward gets gradients one by one, as on the eager route.
         unique, ids: the phases that run before the forward.
         ids_program: finds the rows that a batch reads. It can run before the batch's step.
         overlaps_steps: whether the forward waits for communication that the previous step has started.
@@ -85,19 +68,20 @@ class Program:
             logits whose values are computed when they are read.
     """
 
-    graph: InitVar[TrainingGraph]
+    graph: InitVar[TrainingGraph]  # partitioned
     state: ModelState
     flow: CommPipeline
+    # The parameters of each bucket that the graph reduces, in launch order. None under `no_sync`: nothing is reduced.
     buckets: tuple[tuple[str, ...], ...] | None
-    constants: dict[int, Any]
-    head: Callable[[Sequence[Any]], HandshakeMessage]
-    scores_nothing: Callable[[Sequence[Any]], bool]
-    share_buffers: Callable[[], None] | None
-    links: Cluster
-    regions: RegionCompiler | None
-    variants: Callable[[StepVariant], TrainingGraph] | None
-    copies: Copies | None
-    of_gradients: bool
+    constants: dict[int, Any]  # index of a flattened result -> its value, for results that are not tensors
+    head: Callable[[Sequence[Any]], HandshakeMessage]  # builds the announcement of a step from a flattened batch
+    scores_nothing: Callable[[Sequence[Any]], bool]  # whether a loss averages over labels but a batch has none
+    share_buffers: Callable[[], None] | None  # called once all ranks have announced, before anything reads a buffer
+    links: Cluster  # from which message sizes are chosen
+    regions: RegionCompiler | None  # compiles the compute between two communications; None to call each op separately
+    variants: Callable[[StepVariant], TrainingGraph] | None  # None if the graph serves all variants of a step
+    copies: Copies | None  # offloads saved values to the host and reloads them
+    of_gradients: bool  # whether the backward gets gradients one by one, as on the eager route
 
     def __post_init__(self, graph: TrainingGraph) -> None:
         self.announcements, self.communicator = self.flow.announcements, self.flow.communicator

@@ -50,17 +50,13 @@ _CHANGED = (
 class LogitsSource:
     """The source of logits, except for their hidden states: the output layer's weight (a table), its bias, and the
     steps that follow the matrix product, such as a scaling.
-
-    Attributes:
-        steps: the number of optimizer steps so far at the model's call.
-        version: the version counter of the table's shard at the model's call.
     """
 
     promise: PromisedLogits
     state: ModelState
     communicator: Communicator
-    steps: int
-    version: int
+    steps: int  # of optimizers so far, at the model's call
+    version: int  # of the table's shard, at the model's call
 
     @classmethod
     def of_call(
@@ -116,21 +112,13 @@ class LogitsSource:
 
 @dataclass(eq=False)
 class LogitsState:
-    """The state that logits share with views of them, such as slices.
+    """The state that logits share with views of them, such as slices."""
 
-    Attributes:
-        before: the state of the logits that these logits are a view of, or None.
-        value: the values of the logits, or None if they have not been computed.
-        version: the version counter of `value` when it was computed.
-        is_scored: whether a loss of these logits, or of a view, was computed from the shards of the output layer.
-        is_hooked: whether user code wants the gradient of the logits.
-    """
-
-    before: LogitsState | None
-    value: Tensor | None = None
-    version: int = 0
-    is_scored: bool = False
-    is_hooked: bool = False
+    before: LogitsState | None  # that of the logits that these are a view of
+    value: Tensor | None = None  # None if it has not been computed
+    version: int = 0  # of `value` when it was computed
+    is_scored: bool = False  # whether a loss of these logits, or of a view, was computed from the shards
+    is_hooked: bool = False  # whether user code wants the gradient of the logits
 
     def chain(self) -> Iterator[LogitsState]:
         """Yields the state of these logits, then that of the logits that they are a view of, and so on."""
@@ -181,23 +169,14 @@ class _ValuesFunction(torch.autograd.Function):
 
 
 class Logits(Tensor):
-    """Logits (.., V), or their log-softmax, whose values are computed only when they are read.
+    """Logits (.., V), or their log-softmax, whose values are computed only when they are read."""
 
-    Attributes:
-        hidden: the hidden states (.., D), with their autograd graph.
-        base: computes the values from other logits, such as those that these are a view of. None to compute them from
-            `source`.
-        is_log: whether these are log-softmax values.
-        made: the state that these logits share with views, with the values once they have been computed.
-        node: the autograd node that created the logits. `grad_fn` is another node after another autograd function.
-    """
-
-    hidden: Tensor
+    hidden: Tensor  # (.., D), with its autograd graph
     source: LogitsSource
-    base: Callable[[], Tensor] | None
+    base: Callable[[], Tensor] | None  # computes the values from other logits; None to compute them from `source`
     is_log: bool
     made: LogitsState
-    node: Any
+    node: Any  # the autograd node that made the logits; `grad_fn` is another one after another autograd function
 
     @staticmethod
     def __new__(

@@ -34,19 +34,12 @@ _HELD, _SHARD, _BATCH, _SAVED, _TANGENT = range(5)
 
 @dataclass(frozen=True)
 class Runnable:
-    """A phase of a program as a function, with the source of each argument and the role of each output.
-
-    Attributes:
-        run: computes the outputs from a list of arguments.
-        sources: for each argument, a pair of the kind of its source and its key in this source.
-        last: whether this is the last phase. If True, each saved value is removed from `values` when it is read, so
-            that its memory is freed after its last use.
-    """
+    """A phase of a program as a function."""
 
     run: Phase
-    sources: tuple[tuple[int, Any], ...]
-    roles: tuple[OutputRole, ...]
-    last: bool
+    sources: tuple[tuple[int, Any], ...]  # for each argument, the kind of its source and its key there
+    roles: tuple[OutputRole, ...]  # of the outputs
+    last: bool  # whether to remove each saved value when it is read, so that it is freed after its last use
 
     def __call__(self, leaves: Sequence[Any], values: Values, tangents: Mapping[int, Tensor]) -> tuple[Any, ...]:
         arguments: list[Any] = []

@@ -137,17 +137,12 @@ def _refuse_second_derivatives(program: Program) -> None:
 
 @dataclass(frozen=True)
 class OpenedBackward:
-    """A backward that has begun on this rank.
+    """A backward that has begun on this rank."""
 
-    Attributes:
-        gate: the barrier at which this rank waits until all ranks are in the backward, or None if it need not wait.
-        needed: the saved values that are needed if the backward fails, to make the launches for which other ranks wait.
-    """
-
-    gate: BackwardBarrier | None
+    gate: BackwardBarrier | None  # where this rank waits until all ranks are in the backward; None if it need not
     variant: BackwardVariant
     phase: LoweredPhase
-    needed: Values
+    needed: Values  # by the launches for which other ranks wait, if the backward fails
 
 
 class Step:
