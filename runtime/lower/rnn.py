@@ -14,6 +14,7 @@ from torch.library import impl
 
 from embrace_fx.runtime.lower.rnn_loop import (
     Backward,
+    LayerRows,
     TimeOrder,
     gru_backward,
     gru_forward,
@@ -46,13 +47,12 @@ class _Layer(NamedTuple):
         """The shape of the layer's output."""
         return *self.input.shape[:-1], self.h0.shape[1]
 
-    def wide(self) -> tuple[Tensor, Tensor, LayerWeights]:
-        """Returns (input (R, I), initial hidden state, weights) in the dtype in which the "loop" kernel computes. The
-        input's time steps and sequences are flattened to rows.
-        """
+    def rows(self, walk: TimeOrder) -> LayerRows:
+        """Returns the arguments as the "loop" kernel takes them."""
         dtype = compute_dtype(self.input)
+        x, c0 = self.input.reshape(-1, self.input.shape[-1]).to(dtype), None if self.c0 is None else self.c0.to(dtype)
         weights = LayerWeights.from_list([weight.to(dtype) for weight in self.weights])
-        return self.input.reshape(-1, self.input.shape[-1]).to(dtype), self.h0.to(dtype), weights
+        return x, self.h0.to(dtype), c0, weights, walk
 
 
 def rnn_layer(*arguments: Any) -> list[Tensor]:
@@ -62,7 +62,7 @@ def rnn_layer(*arguments: Any) -> list[Tensor]:
     layer = _Layer(*arguments)
     walk = TimeOrder.of_input(layer.input, layer.batch_sizes, layer.reverse)
     if layer.kernel == "loop":
-        with _no_autocast(layer.input):
+        with torch.autocast(layer.input.device.type, enabled=False):  # because the graph contains the casts
             return _loop_forward(layer, walk)
     if layer.h0.shape[0] == 0:
         return _empty_results(layer)
@@ -84,7 +84,7 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
     sources = [*([layer.input] if input_grad else []), layer.h0, *of_cells, *layer.weights]
     walk = TimeOrder.of_input(layer.input, layer.batch_sizes, reverse)
     if kernel == "loop":
-        with _no_autocast(layer.input):
+        with torch.autocast(layer.input.device.type, enabled=False):
             found = _loop_backward(grads, layer, results, walk, input_grad)
     elif layer.h0.shape[0] == 0:
         return [torch.zeros_like(source, memory_format=torch.contiguous_format) for source in sources]
@@ -99,27 +99,18 @@ def rnn_layer_backward(grad_output: Any, grad_h: Any, grad_c: Any, *arguments: A
     ]
 
 
-def _no_autocast(input: Tensor) -> torch.autocast:
-    """Returns a context that disables autocast, because the graph already contains the casts."""
-    return torch.autocast(input.device.type, enabled=False)
-
-
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of a layer's output, final hidden state and final cell state; None where there is none."""
 
 
 def _loop_forward(layer: _Layer, walk: TimeOrder) -> list[Tensor]:
     """Runs a layer's forward by a Python loop over time steps. Returns the results of `rnn_layer`."""
-    x, h, w = layer.wide()
-    _, last = walk.ends(layer.input.device)
-    states = []
+    rows, (_, last), states = layer.rows(walk), walk.ends(layer.input.device), list[Tensor]()
     if layer.c0 is not None:
-        output, *saved = lstm_forward(x, h, layer.c0.to(h.dtype), w, walk)
+        output, *saved = lstm_forward(rows)
         states = [saved[1][last].to(layer.c0.dtype)]
-    elif layer.cell == "gru":
-        output, *saved = gru_forward(x, h, w, walk)
     else:
-        output, *saved = rnn_forward(x, h, w, walk, layer.cell)
+        output, *saved = gru_forward(rows) if layer.cell == "gru" else rnn_forward(rows, layer.cell)
     output = output.to(layer.h0.dtype)
     results = [output.view(layer.shape), output[last], *states]
     return results + saved if layer.save else results
@@ -129,16 +120,15 @@ def _loop_backward(
     grads: _Gradients, layer: _Layer, results: Sequence[Tensor], walk: TimeOrder, input_grad: bool
 ) -> Backward:
     """Computes a layer's gradients by a Python loop over time steps. `results` are those of `_loop_forward`."""
-    x, h, w = layer.wide()
-    output = results[0].reshape(-1, h.shape[1]).to(h.dtype)
+    rows = layer.rows(walk)
+    output = results[0].reshape(-1, layer.h0.shape[1]).to(rows[0].dtype)
     grad_output = _row_gradients(grads[0], grads[1], output, walk)
     if layer.c0 is not None:
-        c0, saved = layer.c0.to(h.dtype), results[3:]
-        grad_cells = _row_gradients(None, grads[2], saved[1], walk)
-        return lstm_backward(grad_output, grad_cells, x, h, c0, w, [output, *saved], walk, input_grad)
+        grad_cells = _row_gradients(None, grads[2], results[4], walk)
+        return lstm_backward(rows, [output, *results[3:]], grad_output, grad_cells, input_grad)
     if layer.cell == "gru":
-        return gru_backward(grad_output, x, h, w, [output, *results[2:]], walk, input_grad)
-    return rnn_backward(grad_output, x, h, w, output, walk, layer.cell, input_grad)
+        return gru_backward(rows, [output, *results[2:]], grad_output, input_grad)
+    return rnn_backward(rows, output, grad_output, layer.cell, input_grad)
 
 
 def _row_gradients(grad_rows: Tensor | None, grad_final: Tensor | None, rows: Tensor, walk: TimeOrder) -> Tensor:

@@ -148,10 +148,17 @@ class Backward:
     weights: list[Tensor]
 
 
-def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs an LSTM layer on the input x (R, I), from the initial states h0 (B, P) and c0 (B, H). Returns [output (R,
-    P), activated gates (R, 4H), cells (R, H)], and with a projection the hidden states before it (R, H).
+LayerRows = tuple[Tensor, Tensor, Tensor | None, LayerWeights, TimeOrder]
+"""What a layer computes with: its input x (R, I), the initial hidden states h0 (B, P) and, of an LSTM, cell states c0
+(B, H), its weights, and the order of its steps."""
+
+
+def lstm_forward(layer: LayerRows) -> list[Tensor]:
+    """Runs an LSTM layer. Returns [output (R, P), activated gates (R, 4H), cells (R, H)], and with a projection the
+    hidden states before it (R, H).
     """
+    x, h0, c0, w, walk = layer
+    assert c0 is not None
     hidden_size = c0.shape[1]
     gates = _input_product(x, w.ih, _sum_of_biases(w))
     cells, hidden = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -180,20 +187,14 @@ def lstm_forward(x: Tensor, h0: Tensor, c0: Tensor, w: LayerWeights, walk: TimeO
 
 
 def lstm_backward(
-    grad_output: Tensor,
-    grad_cells: Tensor,
-    x: Tensor,
-    h0: Tensor,
-    c0: Tensor,
-    w: LayerWeights,
-    saved: Sequence[Tensor],
-    walk: TimeOrder,
-    input_grad: bool,
+    layer: LayerRows, results: Sequence[Tensor], grad_output: Tensor, grad_cells: Tensor, input_grad: bool
 ) -> Backward:
-    """Computes an LSTM layer's gradients from those of its output (R, P) and cells (R, H), which it overwrites, and
-    from the results of `lstm_forward` (`saved`).
+    """Computes an LSTM layer's gradients from the results of `lstm_forward`, and from the gradients of the output (R,
+    P) and cells (R, H), which it overwrites.
     """
-    output, gates, cells, *hidden = saved
+    x, h0, c0, w, walk = layer
+    assert c0 is not None
+    output, gates, cells, *hidden = results
     rows, hidden_size = cells.shape
     i, f, g, o = gates.chunk(4, 1)
     tanh_cells = torch.tanh(cells)
@@ -228,10 +229,11 @@ def lstm_backward(
     return Backward(grad_input, delta[first] @ w.hh, grad_cells[first] * f[first], gradients)
 
 
-def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list[Tensor]:
-    """Runs a GRU layer on the input x (R, I), from the initial state h0 (B, H). Returns [output (R, H), activated gates
-    (R, 3H), recurrent part of the new gate before it is multiplied by the reset gate (R, H)].
+def gru_forward(layer: LayerRows) -> list[Tensor]:
+    """Runs a GRU layer. Returns [output (R, H), activated gates (R, 3H), recurrent part of the new gate before it is
+    multiplied by the reset gate (R, H)].
     """
+    x, h0, _, w, walk = layer
     hidden_size = h0.shape[1]
     gates = _input_product(x, w.ih, w.bias_ih)
     output, new_recurrent = (x.new_empty(x.shape[0], hidden_size) for _ in range(2))
@@ -252,19 +254,12 @@ def gru_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder) -> list
     return [output, gates, new_recurrent]
 
 
-def gru_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    h0: Tensor,
-    w: LayerWeights,
-    saved: Sequence[Tensor],
-    walk: TimeOrder,
-    input_grad: bool,
-) -> Backward:
-    """Computes a GRU layer's gradients from that of its output (R, H), which it overwrites, and from the results of
-    `gru_forward` (`saved`).
+def gru_backward(layer: LayerRows, results: Sequence[Tensor], grad_output: Tensor, input_grad: bool) -> Backward:
+    """Computes a GRU layer's gradients from the results of `gru_forward`, and from the gradient of the output (R, H),
+    which it overwrites.
     """
-    output, gates, new_recurrent = saved
+    x, h0, _, w, walk = layer
+    output, gates, new_recurrent = results
     rows, hidden_size = output.shape
     r, z, n = gates.chunk(3, 1)
     previous = walk.previous(h0, output)
@@ -299,10 +294,9 @@ def gru_backward(
     return Backward(grad_input, grad_h0, None, gradients)
 
 
-def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: str) -> list[Tensor]:
-    """Runs a layer of a plain RNN ("rnn_tanh" or "rnn_relu") on the input x (R, I), from the initial state h0 (B, H).
-    Returns [output (R, H)].
-    """
+def rnn_forward(layer: LayerRows, cell: str) -> list[Tensor]:
+    """Runs a layer of a plain RNN ("rnn_tanh" or "rnn_relu"). Returns [output (R, H)]."""
+    x, h0, _, w, walk = layer
     output = _input_product(x, w.ih, _sum_of_biases(w))
     recurrent = w.hh.t()
     activate = torch.Tensor.tanh_ if cell == "rnn_tanh" else torch.Tensor.relu_
@@ -312,17 +306,9 @@ def rnn_forward(x: Tensor, h0: Tensor, w: LayerWeights, walk: TimeOrder, cell: s
     return [output]
 
 
-def rnn_backward(
-    grad_output: Tensor,
-    x: Tensor,
-    h0: Tensor,
-    w: LayerWeights,
-    output: Tensor,
-    walk: TimeOrder,
-    cell: str,
-    input_grad: bool,
-) -> Backward:
+def rnn_backward(layer: LayerRows, output: Tensor, grad_output: Tensor, cell: str, input_grad: bool) -> Backward:
     """Computes a plain RNN layer's gradients from its output and the output's gradient (R, H), which it overwrites."""
+    x, h0, _, w, walk = layer
     derivative = 1 - output.square() if cell == "rnn_tanh" else (output > 0).to(output.dtype)
     for (delta, slope), before in _from_last_step(walk, grad_output, derivative):
         delta.mul_(slope)
