@@ -1,7 +1,8 @@
 """Checks at the end of a backward that all ranks have succeeded, by exchanging a few numbers (flags) while it runs.
 
-On the host it is gathered, in one message's time; an AllReduce's ring would take 2 (N-1) of them, one after the other,
-each behind the gradients on their way.
+They are gathered, in one message's time; an AllReduce's ring would take 2 (N-1) of them, one after the other, each
+behind the gradients on their way. If scalars are on a device, the host waits for the forward, which computes them, but
+not for the backward.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from embrace_fx.runtime.launch.streams import Streams
+from embrace_fx.runtime.launch.streams import choose_streams
 from embrace_fx.runtime.ranks.communicator import Communicator
 
 _NAME = "backward flags"
@@ -25,34 +26,39 @@ FAILED = -1
 Finish = Callable[[str, Exception | None, Callable[[], bool]], tuple[int, ...]]
 
 
-def launch_flags(
-    scalars: Sequence[Tensor],
-    used: Sequence[int],
-    written: int,
-    communicator: Communicator,
-    streams: Streams | None,
-) -> Finish:
+def launch_flags(scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator) -> Finish:
     """Starts exchanging the flags of a backward. Flags are numbers by which each rank tells the others whether its
     backward has succeeded. Collective.
 
     Args:
-        scalars: the step's scalar results, which must be finite.
+        scalars: the step's scalar results, which must be finite, on the host or on one device.
         used: the parameters that the backward reaches, encoded by `UsedParameters.words`.
         written: the number of tensors that the backward reads and that were written since the forward, or `FAILED`.
-        streams: the streams of the results' device, or None if they are on the host.
 
     Returns:
         A function that waits for the flags of all ranks: `_finish`, from its third argument on.
     """
-    if streams is None or not scalars:
-        read = _exchange_flags(scalars, used, written, communicator)
-    else:
-        read = _exchange_flags_on_device(streams, scalars, used, written, communicator)
-    return partial(_finish, read, communicator)
+    flags = torch.tensor([0, written, *used], dtype=torch.int64, device="cpu")
+    streams = choose_streams(scalars[0].device) if scalars else None
+    if streams is None:
+        flags[0] = len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars)))
+        communicator.progress.record(_NAME)
+        launched = communicator.gather_equal(flags, "ids")
+        return partial(_finish, lambda: communicator.wait(launched, _NAME).tolist(), communicator)
+    there = streams.record("loss ready")
+    with streams.on("ids", _NAME):
+        streams.wait(there)
+        streams.keep(*scalars)
+        flags, values = streams.to_device(flags), torch.stack(list(scalars))
+        # Count the values that are not finite: for them, value - value is nan.
+        torch.sum((values - values).ne(0), dim=0, out=flags[0])
+        copy = streams.to_host(communicator.wait(communicator.gather_equal(flags, "ids")))
+        done = streams.record("backward flags done")
+    return partial(_finish, partial(streams.read, done, copy), communicator)
 
 
 def _finish(
-    read: Callable[[], list[int]],
+    read: Callable[[], list[list[int]]],
     communicator: Communicator,
     names: str,
     failure: Exception | None,
@@ -61,8 +67,8 @@ def _finish(
     """Waits for the flags of all ranks, and returns the sums of `used` over ranks.
 
     Args:
-        read: waits for the flags. Returns, in one list, for each rank the number of scalars that are not finite, for
-            each rank `written`, and the sums of `used` over ranks.
+        read: waits for the flags. Returns for each rank the number of scalars that are not finite, `written`, and
+            `used`, in one list.
         names: the names of the tensors written on this rank.
         failure: the error that ended the backward on this rank, or None.
         is_harmless: returns whether this rank's gradients are valid although a scalar result is not finite.
@@ -72,10 +78,10 @@ def _finish(
         RuntimeError: a rank has written tensors that the backward reads.
         FloatingPointError: a scalar result of a rank is not finite, and neither are its gradients.
     """
-    flags, size = read(), communicator.world_size
-    not_finite, writes, counts = flags[:size], flags[size : 2 * size], flags[2 * size :]
+    not_finite, writes, *of_used = zip(*read(), strict=True)
+    counts = tuple(map(sum, of_used))
     if not any(writes) and not any(not_finite):
-        return tuple(counts)
+        return counts
     if FAILED in writes:
         communicator.check_none_failed(failure)
     if ranks := _list_ranks(writes):
@@ -90,46 +96,9 @@ def _finish(
             f"backward(): the loss is nan or inf on rank(s) {ranks}. No rank kept a gradient of this step. "
             "Skip the batch, or lower the learning rate."
         )
-    return tuple(counts)
+    return counts
 
 
 def _list_ranks(counts: Sequence[int]) -> str:
     """Returns the ranks whose entry in `counts` is not zero, as text separated by commas."""
     return ", ".join(str(rank) for rank, count in enumerate(counts) if count)
-
-
-def _exchange_flags(
-    scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
-) -> Callable[[], list[int]]:
-    """Starts exchanging the flags of a backward, as `launch_flags`. Returns the function `read` of `_finish`."""
-    own = [len(scalars) - sum(map(math.isfinite, map(Tensor.item, scalars))), written, *used]
-    communicator.progress.record(_NAME)
-    launched = communicator.gather_equal(torch.tensor(own, dtype=torch.int64, device="cpu"), "ids")
-
-    def read() -> list[int]:
-        flags = communicator.wait(launched, _NAME)
-        return [*flags[:, :2].t().flatten().tolist(), *flags[:, 2:].sum(0).tolist()]
-
-    return read
-
-
-def _exchange_flags_on_device(
-    streams: Streams, scalars: Sequence[Tensor], used: Sequence[int], written: int, communicator: Communicator
-) -> Callable[[], list[int]]:
-    """Does the same as `_exchange_flags`, for scalars on a device. To read the flags, the host waits for the forward,
-    which computes the scalars, but not for the backward.
-    """
-    size, rank = communicator.world_size, communicator.rank
-    there = streams.record("loss ready")
-    with streams.on("ids", "backward flags"):
-        streams.wait(there)
-        streams.keep(*scalars)
-        own = [0] * (2 * size)
-        own[size + rank] = written
-        flags = streams.to_device(torch.tensor([*own, *used], device="cpu"))
-        values = torch.stack(list(scalars))
-        # Count the values that are not finite: for them, value - value is nan.
-        torch.sum((values - values).ne(0), dim=0, out=flags[rank])
-        communicator.wait(communicator.all_reduce_(flags, "sum", "ids"))
-        copy, done = streams.to_host(flags), streams.record("backward flags done")
-    return lambda: streams.read(done, copy)

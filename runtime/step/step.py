@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
-from embrace_fx.runtime.launch import streams
 from embrace_fx.runtime.launch.spans import spanned
 from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
@@ -423,8 +422,7 @@ class Step:
     def _launch_flags(self, used: Sequence[int], written: int) -> Finish:
         """Starts exchanging this backward's flags. Returns the function that waits for them."""
         scalars = [r for r in self._results if isinstance(r, Tensor) and r.dim() == 0 and r.is_floating_point()]
-        on = streams.choose_streams(scalars[0].device) if scalars else None
-        return launch_flags(scalars, used, written, self.program.communicator, on)
+        return launch_flags(scalars, used, written, self.program.communicator)
 
     def _batch_gradients(self, roles: Sequence[OutputRole], outputs: Sequence[Any]) -> list[Tensor | None]:
         """Returns the gradient, or None, of each of the batch's tensors that require one, in the order of the batch."""
