@@ -8,6 +8,7 @@ optimizer.step(closure)      inside LBFGS    float(closure()) is the mean, the s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,8 +55,7 @@ class MeanLoss:
 
     def __init__(self, closure: Callable[[], Any], communicator: Communicator) -> None:
         self._closure, self._communicator = closure, communicator
-        self._tensors: list[tuple[Tensor, Tensor]] = []  # pairs of losses: (mean over ranks, this rank's own)
-        self._numbers: list[_LossNumber] = []
+        self._restores: list[Callable[[], object]] = []  # each gives one loss this rank's own value back
 
     def __call__(self) -> Any:
         loss = self._closure()
@@ -65,17 +65,15 @@ class MeanLoss:
         total = torch.as_tensor(loss, dtype=None if isinstance(loss, Tensor) else torch.float64).detach().clone()
         mean = self._communicator.reduce_scalar(total, dist.ReduceOp.SUM) / ranks
         if isinstance(loss, Tensor):
-            self._tensors.append((mean, loss.detach()))
+            self._restores.append(partial(mean.copy_, loss.detach()))
             return mean
         number = _LossNumber(loss)
         number.mean = mean.item()
-        self._numbers.append(number)
+        self._restores.append(partial(setattr, number, "mean", None))
         return number
 
     def restore(self) -> None:
         """Replaces the means, in the losses that were returned to the optimizer, by this rank's own losses."""
-        for mean, loss in self._tensors:
-            mean.copy_(loss)
-        for number in self._numbers:
-            number.mean = None
-        self._tensors, self._numbers = [], []
+        for restore in self._restores:
+            restore()
+        self._restores.clear()

@@ -44,26 +44,17 @@ from embrace_fx.vocabulary.row_wise import NOT_ON_A_GRID, RowWiseAdagrad
 
 @dataclass
 class _OptimizerStep:
-    """The state of one optimizer step, from its pre-hook to its post-hook.
+    """The state of one optimizer step, from its pre-hook to its post-hook."""
 
-    Attributes:
-        hidden: for each hidden gradient, (parameter, `.grad` to restore after the step, `.grad` during the step).
-        buckets: `id` of a parameter -> its bucket, for parameters whose update is left to the next forward.
-        late: the row exchanges of tables whose update is left to the next forward.
-        joined, rows: joined tables (with their gradient rows) and tables to update by rows immediately.
-        dense: tables to update immediately with a gradient of all rows.
-        own: tables that the optimizer's own step updates.
-        replicas: (table, gradient) for each unsharded table to update by rows.
-    """
-
+    # For each hidden gradient, (parameter, `.grad` to restore after the step, `.grad` during the step).
     hidden: list[tuple[nn.Parameter, Tensor, Tensor | None]] = field(default_factory=list)
-    buckets: dict[int, Bucket] = field(default_factory=dict)
-    late: list[RowExchange] = field(default_factory=list)
-    joined: list[tuple[Table, Rows]] = field(default_factory=list)
-    rows: list[Member] = field(default_factory=list)
-    dense: list[Member] = field(default_factory=list)
-    own: list[Member] = field(default_factory=list)
-    replicas: list[tuple[Member, Tensor]] = field(default_factory=list)
+    buckets: dict[int, Bucket] = field(default_factory=dict)  # by `id` of parameters left to the next forward
+    late: list[RowExchange] = field(default_factory=list)  # of tables left to the next forward
+    joined: list[tuple[Table, Rows]] = field(default_factory=list)  # joined tables to update now, with gradient rows
+    rows: list[Member] = field(default_factory=list)  # other tables to update now by rows
+    dense: list[Member] = field(default_factory=list)  # tables to update now with a gradient of all rows
+    own: list[Member] = field(default_factory=list)  # tables that the optimizer's own step updates
+    replicas: list[tuple[Member, Tensor]] = field(default_factory=list)  # unsharded tables to update now by rows
 
     def hide(self, parameter: nn.Parameter, instead: Tensor | None = None) -> None:
         """Hides a gradient from the optimizer's own step, by setting `.grad` to None or to `instead`."""
