@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any
 
@@ -19,39 +20,29 @@ from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.step.hooked_buckets import CommHook, HookedBucket, run_comm_hook
 from embrace_fx.runtime.step.packer import Packer
 from embrace_fx.runtime.tables.model_state import ModelState
-from embrace_fx.vocabulary.copy_ops import AWAIT_OFFLOAD, COPY_OPS, OFFLOAD, RELOAD
+from embrace_fx.vocabulary.copy_ops import COPY_OPS, OFFLOAD, RELOAD
 from embrace_fx.vocabulary.graph import Shard, TrainingGraph
 from embrace_fx.vocabulary.head_ops import HEAD_LAUNCHES
 from embrace_fx.vocabulary.ops import launch_of, op_name
 from embrace_fx.vocabulary.submissions import compute_up_to
 
 
+@dataclass(eq=False)
 class Bindings:
-    """Maps the nodes of one graph to the runtime functions that run them.
+    """Maps the nodes of one graph to the runtime functions that run them."""
 
-    Args:
-        buckets: for each bucket that the graph reduces, in launch order, the names of its parameters, or None.
-        links: the cluster's links, from which message sizes are chosen.
-        copies: offloads saved values to the host and reloads them, or None.
-        keeps_buckets: whether buckets on a host keep their memory from one step to the next.
-    """
+    graph: InitVar[TrainingGraph]
+    state: ModelState
+    flow: CommPipeline
+    buckets: tuple[tuple[str, ...], ...]  # the parameters of each bucket that the graph reduces, in launch order
+    links: Cluster  # from which message sizes are chosen
+    copies: Copies | None  # offloads saved values to the host and reloads them
+    keeps_buckets: bool  # whether buckets on a host keep their memory from one step to the next
 
-    def __init__(
-        self,
-        graph: TrainingGraph,
-        state: ModelState,
-        flow: CommPipeline,
-        buckets: tuple[tuple[str, ...], ...] | None,
-        links: Cluster,
-        copies: Copies | None,
-        *,
-        keeps_buckets: bool,
-    ) -> None:
-        self._state, self._communicator = state, flow.communicator
-        self._keeps_buckets, self._copies = keeps_buckets, copies
-        self._buckets, self._flow = buckets or (), flow
-        self._kernel = flow.kernels(graph, state.tables)
-        communicator, spaces, gather_ids = flow.communicator, graph.spaces, flow.announcements.all_gather_ids
+    def __post_init__(self, graph: TrainingGraph) -> None:
+        flow, communicator, spaces = self.flow, self.flow.communicator, graph.spaces
+        self._kernel = flow.kernels(graph, self.state.tables)
+        gather_ids = flow.announcements.all_gather_ids
         self._heads = HeadExchange(communicator, flow.recorder)
         self._made: dict[str, Callable[[fx.Node], Callable[..., Any]]] = {
             "_c10d_functional::wait_tensor": self._wait_function,
@@ -71,15 +62,15 @@ class Bindings:
         self._on_the_spot: dict[str, Callable[..., Any]] = {
             **communicator.launches(),
             "embrace::round_rows": communicator.rounding.round_rows,
-            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, links),
+            "embrace::exchange_gradient_": partial(_exchange_gradient_, communicator, self.links),
         }
 
     def call(self, node: fx.Node) -> Callable[..., Any] | None:
         """Returns the runtime function that runs a node, or None if the node runs a kernel or one of torch's ops."""
-        op, launch = op_name(node), self._flow.launcher.launch_of(node)
+        op, launch = op_name(node), self.flow.launcher.launch_of(node)
         found = self._kernel(node)
         if found is None and launch is not None and op in _OF_LAUNCH:
-            found = partial(_OF_LAUNCH[op](self._flow, launch.what), launch)
+            found = partial(_OF_LAUNCH[op](self.flow, launch.what), launch)
         elif found is None:
             found = self._made[op](node) if op in self._made else self._on_the_spot.get(op)
         if found is None:
@@ -90,38 +81,34 @@ class Bindings:
 
     def _wait_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that waits for a collective."""
-        launch, flow = node.all_input_nodes[0], self._flow
+        launch, flow = node.all_input_nodes[0], self.flow
         if op_name(launch) in HEAD_LAUNCHES:
             return self._heads.end_function(node)
-        return self._communicator.wait if flow.launcher.launch_of(launch) is None else flow.await_launch
+        return flow.communicator.wait if flow.launcher.launch_of(launch) is None else flow.await_launch
 
     def _packer(self, node: fx.Node) -> Packer:
         """Returns the object that packs a bucket's gradients into one tensor."""
-        scales, names = self._communicator.comm_hook is None, self._buckets[node.meta["bucket"]]
-        return Packer(self._state, names, scales=scales, keeps_memory=self._keeps_buckets)
+        scales, names = self.flow.communicator.comm_hook is None, self.buckets[node.meta["bucket"]]
+        return Packer(self.state, names, scales=scales, keeps_memory=self.keeps_buckets)
 
     def _copy_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that starts or awaits a saved value's offload to the host, or its reload."""
         launch, until, name = launch_of(node), compute_up_to(node), op_name(node)
-        copies, recorder = self._copies, self._flow.recorder
+        recorder, copy = self.flow.recorder, getattr(self.copies, name.removeprefix("embrace::"))
         assert launch is not None
-        assert copies is not None
 
-        def begin(value: Any, _: str) -> Any:
+        def run(value: Any, _: str) -> Any:
             recorder.mark(until)
-            return (copies.offload if name == OFFLOAD else copies.reload)(value, launch, recorder)
-
-        def end(copied: Any, _: str) -> Any:
-            awaiting = copies.await_offload if name == AWAIT_OFFLOAD else copies.await_reload
-            recorder.mark(until)
+            if name in (OFFLOAD, RELOAD):
+                return copy(value, launch, recorder)
             with recorder.waiting(launch):
-                return awaiting(copied)
+                return copy(value)
 
-        return begin if name in (OFFLOAD, RELOAD) else end
+        return run
 
     def _lookup_function(self, node: fx.Node) -> Callable[..., Any]:
         """Returns the function that looks up rows of a table, after applying their deferred optimizer steps."""
-        role, state = node.all_input_nodes[0].meta["role"], self._state
+        role, state = node.all_input_nodes[0].meta["role"], self.state
         name = role.table if isinstance(role, Shard) else role.name
 
         def look_up_rows(shard: Tensor, ids: Tensor) -> Tensor:
@@ -134,9 +121,9 @@ class Bindings:
         """Returns the function that starts to reduce a bucket with the user's communication hook."""
         packed = node.all_input_nodes[0]
         if op_name(packed) != "embrace::pack_bucket":  # an AllReduce of counts of ids, not of a bucket
-            return self._communicator.all_reduce_
-        state, index = self._state, packed.meta["bucket"]
-        names, last = self._buckets[index], index == len(self._buckets) - 1
+            return self.flow.communicator.all_reduce_
+        state, index = self.state, packed.meta["bucket"]
+        names, last = self.buckets[index], index == len(self.buckets) - 1
 
         def reduce_bucket(flat: Tensor, *_: str) -> InFlight:
             bucket = HookedBucket(flat, [state.parameter(name) for name in names], index, is_last=last)

@@ -109,8 +109,8 @@ class Program:
 
     def _bind(self, graph: TrainingGraph) -> Bindings:
         """Returns the runtime functions for the nodes of a graph."""
-        keeps = self.of_gradients
-        return Bindings(graph, self.state, self.flow, self.buckets, self.links, self.copies, keeps_buckets=keeps)
+        keeps, buckets = self.of_gradients, self.buckets or ()
+        return Bindings(graph, self.state, self.flow, buckets, self.links, self.copies, keeps_buckets=keeps)
 
     def _lower_phase(self, phase: str, graph: TrainingGraph, bound: Bindings) -> LoweredPhase:
         """Makes a function of a phase. Registers its launches, because they must be made even if the phase fails."""
