@@ -9,9 +9,8 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -54,7 +53,12 @@ class RegionCompiler:
     def __call__(self, region: Region) -> Compiled | None:
         """Compiles a region; None, with a warning, if Inductor refuses it."""
         try:
-            with _plain_mode():
+            with (  # the graph contains the casts and the backward
+                torch.autocast("cpu", enabled=False),
+                torch.autocast("cuda", enabled=False),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
                 return self._compile(region)
         except Exception as error:  # a code generator may raise any error; the region's ops then run eagerly
             reason = next(iter(str(error).strip().splitlines()), "no message")
@@ -98,18 +102,6 @@ class RegionCompiler:
             )
         self._compiled[key] = compiled
         return compiled
-
-
-@contextlib.contextmanager
-def _plain_mode() -> Iterator[None]:
-    """Opens a context without autocast, inference mode and gradients: the graph contains the casts and the backward."""
-    with (
-        torch.autocast("cpu", enabled=False),
-        torch.autocast("cuda", enabled=False),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-        yield
 
 
 def _is_capturable(region: Region) -> bool:

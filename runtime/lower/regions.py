@@ -197,16 +197,12 @@ def _is_copied_within_step(value: fx.Node, user: fx.Node) -> bool:
 
 
 def _replace_by_call(
-    graph: fx.Graph,
-    nodes: Collection[fx.Node],
-    inputs: Sequence[fx.Node],
-    outputs: Sequence[fx.Node],
-    compiled: Compiled,
+    graph: fx.Graph, nodes: Collection[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node], call: Compiled
 ) -> None:
     """Replaces a region's nodes by one call of their compiled function, in place."""
     with graph.inserting_before(next(iter(nodes))):
         arguments = graph.call_function(pack_arguments, tuple(inputs))
-        results = graph.call_function(compiled, (arguments,))
+        results = graph.call_function(call, (arguments,))
         for k, node in enumerate(outputs):
             item = graph.call_function(operator.getitem, (results, k))
             item.meta["val"] = node.meta["val"]
