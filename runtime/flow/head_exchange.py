@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.runtime.kernels.head import chunk_bounds
-from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder
+from embrace_fx.runtime.launch.recorder import Moment, Recorder, Transfer
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import id_of, op_name
@@ -26,7 +26,7 @@ from embrace_fx.vocabulary.submissions import compute_up_to
 
 
 class HeadExchange:
-    """Runs the exchanges of a program's sharded output layers.
+    """Runs the exchanges of a program's sharded output layers, for the ops of the same names.
 
     Args:
         recorder: records the exchanges that nodes of the program start. None for a loss outside of the model.
@@ -35,7 +35,7 @@ class HeadExchange:
     def __init__(self, communicator: Communicator, recorder: Recorder | None = None) -> None:
         self._communicator, self._recorder = communicator, recorder
         self._counting: dict[str, InFlight] = {}  # table -> the last exchange of how many labels each rank scores
-        self._watches: dict[OperationId, RecordedCopy] = {}  # launch in flight -> the object that records its time
+        self._began: dict[OperationId, tuple[int, Moment]] = {}  # recorded launch in flight -> (its window, its start)
 
     def begin_function(self, node: fx.Node) -> Callable[..., InFlight]:
         """Returns the function that starts the exchange of a graph node."""
@@ -46,7 +46,9 @@ class HeadExchange:
         def begun(*arguments: Any) -> InFlight:
             """Starts the exchange."""
             recorder.mark(until)
-            found: InFlight = exchange(*arguments[:-1], launch)
+            if recorder.recording is not None:
+                self._began[launch] = recorder.recording.window, recorder.clock.now()
+            found: InFlight = exchange(*arguments)
             return found
 
         return begun
@@ -59,40 +61,22 @@ class HeadExchange:
         def ended(exchange: InFlight) -> Tensor:
             """Waits for the exchange, and returns its result."""
             recorder.mark(until)
-            with recorder.waiting(launch):
-                value = self._communicator.wait(exchange)
-            if launch in self._watches:
-                self._watches.pop(launch).__exit__()
+            value: Tensor = recorder.timed(launch, self._communicator.wait, exchange)
+            if (began := self._began.pop(launch, None)) is not None and exchange.measured is not None:
+                window, start = began
+                recorder.record_transfer(Transfer(launch, window, exchange.measured(), start, recorder.clock.now()))
             return value
 
         return ended
 
-    def _watch(self, launch: OperationId | None, sent: Tensor, copies: int) -> None:
-        """Begins to record an exchange, if a recording is active.
-
-        Args:
-            launch: the id of the exchange, or None to record nothing.
-            sent: the tensor that this rank sends.
-            copies: the number of ranks to which the tensor is sent.
-        """
-        if launch is not None and self._recorder is not None and self._recorder.recording is not None:
-            self._watches[launch] = RecordedCopy(launch, sent.numel() * sent.element_size() * copies, self._recorder)
-            self._watches[launch].__enter__()
-
-    def gather_counts(
-        self, labels: Tensor | None, table: str, group: str, group_size: int, launch: OperationId | None = None
-    ) -> InFlight:
-        """Starts gathering the number of labels of each rank. The result is (N,) for N ranks.
-
-        Args:
-            labels: this rank's labels, or None if it has none.
-            table: the name of the output layer's table.
-            group: the communication class.
+    def gather_counts(self, labels: Tensor | None, table: str, group: str, group_size: int, *_: object) -> InFlight:
+        """Starts gathering how many of its `labels` each of N ranks scores: (N,). A failed rank passes None, for none
+        at all.
         """
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
-        self._watch(launch, own, group_size - 1)
-        self._counting[table] = self._communicator.gather_equal(own, group)
-        return replace(self._counting[table], value=self._counting[table].value.view(-1))
+        self._counting[table] = found = self._communicator.gather_equal(own, group)
+        sent_bytes = own.nbytes * (group_size - 1)
+        return replace(found, value=found.value.view(-1), measured=lambda: sent_bytes)
 
     def gather_positions(
         self,
@@ -103,7 +87,7 @@ class HeadExchange:
         table: str,
         group: str,
         group_size: int,
-        launch: OperationId | None = None,
+        *_: object,
     ) -> InFlight:
         """Starts gathering one chunk of `rows` from all ranks. The result has all ranks' rows, in rank order.
 
@@ -111,19 +95,15 @@ class HeadExchange:
             rows: the rows of this rank, one for each labelled position.
             counts: for each rank, its number of labelled positions. None after a failure; zeros are then sent for the
                 positions that ranks have announced.
-            chunk, chunks: the index of the chunk, and the number of chunks.
-            table: the name of the output layer's table.
-            group: the communication class.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
         elif chunks > 1:
             rows = rows[slice(*chunk_bounds(len(rows), chunk, chunks))]
-        of_ranks = [size * shape.numel() for size in sizes]
-        self._watch(launch, rows, group_size - 1)
-        found = self._communicator.gather_unequal(rows.reshape(-1), of_ranks, group)
-        return replace(found, value=found.value.view(sum(sizes), *shape))
+        sent_bytes = rows.nbytes * (group_size - 1)
+        found = self._communicator.gather_unequal(rows.reshape(-1), [size * shape.numel() for size in sizes], group)
+        return replace(found, value=found.value.view(sum(sizes), *shape), measured=lambda: sent_bytes)
 
     def scatter_positions(
         self,
@@ -134,40 +114,29 @@ class HeadExchange:
         table: str,
         group: str,
         group_size: int,
-        launch: OperationId | None = None,
+        *_: object,
     ) -> InFlight:
         """Starts sending the `rows` of one chunk to the ranks that have their labelled positions. The result has, from
         each rank in order, one row for each of this rank's positions in the chunk.
 
         Args:
             rows: one row for each position of the chunk, of all ranks, in rank order.
-            counts: for each rank, its number of labelled positions. None after a failure; zeros are then sent for the
-                positions that ranks have announced.
-            chunk, chunks: the index of the chunk, and the number of chunks.
-            table: the name of the output layer's table.
-            group: the communication class.
+            counts: as for `gather_positions`.
         """
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))
-        of_ranks = [size * shape.numel() for size in sizes]
         if group_size == 1:
             return InFlight(rows, None)
-        own = [of_ranks[self._communicator.rank]] * group_size
-        self._watch(launch, rows.reshape(-1)[own[0] :], 1)
+        of_ranks, rank = [size * shape.numel() for size in sizes], self._communicator.rank
+        own = [of_ranks[rank]] * group_size
+        sent_bytes = (rows.numel() - own[0]) * rows.element_size()
         arrived = rows.new_empty((sum(own),))
         found = self._communicator.all_to_all(arrived, rows.reshape(-1), own, of_ranks, group)
-        return replace(found, value=found.value.view(group_size * sizes[self._communicator.rank], *shape))
+        return replace(found, value=found.value.view(group_size * sizes[rank], *shape), measured=lambda: sent_bytes)
 
     def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
-        """Returns how many positions of a chunk each rank has.
-
-        Args:
-            counts: for each rank, its number of positions in all chunks. None to use the counts last gathered for the
-                table.
-            chunk, chunks: the index of the chunk, and the number of chunks.
-            table: the name of the output layer's table.
-        """
+        """Returns how many positions of a chunk each rank has. If `counts` is None, uses the counts last gathered."""
         if counts is None:
             counts = self._communicator.wait(self._counting[table]).view(-1)
         bounds = [chunk_bounds(size, chunk, chunks) for size in counts.tolist()]

@@ -52,9 +52,9 @@ def make_profile(recording: Recording) -> Profile:
     """Computes a rank's profile: medians over the complete windows (a backward and the next forward) in a recording."""
     windows = range(recording.window)
     spans: dict[OperationId, list[float]] = {}
-    for span in compute_spans(recording):
-        if span.window in windows:  # add up the pieces of an operation that waits have split
-            spans.setdefault(span.operation, [0.0] * len(windows))[span.window] += (span.ended_s - span.started_s) * 1e3
+    for operation, window, start, end in compute_spans(recording):
+        if window in windows:  # add up the pieces of an operation that waits have split
+            spans.setdefault(operation, [0.0] * len(windows))[window] += (end - start) * 1e3
     sent: dict[OperationId, list[int]] = {}
     took_ms: dict[OperationId, float] = {}
     for transfer in recording.transfers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ class Clock:
     """A clock for recordings. This one uses the host's `time.perf_counter`."""
 
     def start(self) -> None:
-        """Prepares the clock for a recording that begins now. Does nothing here."""
+        """Prepares for a recording that begins now. Does nothing here."""
 
     def now(self) -> Moment:
         """Returns the current moment. Only the method `seconds` of this clock can convert it."""
@@ -46,6 +46,10 @@ class Clock:
     def seconds(self, moment: Moment) -> float:
         """Converts a moment to seconds of `time.perf_counter`."""
         return float(moment)
+
+
+Interval = tuple[OperationId, int, float, float]
+"""(operation, index of its window, start, end) of a piece of compute or a wait, in seconds of `time.perf_counter`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Recording:
     Attributes:
         marks: (operation, index of its window, time at which it ended) for each piece of compute. The operation is None
             where a window begins.
-        waits: (launch, index of the window, start of the wait, end of the wait) for each wait.
+        waits: the waits for launches.
         transfers: the completed collectives and copies.
         window: the index of the current window, or -1 before the first backward.
         memory: (time, bytes in use) at each mark.
@@ -82,34 +86,18 @@ class Recording:
     """
 
     marks: list[tuple[OperationId | None, int, float]] = field(default_factory=list)
-    waits: list[tuple[OperationId, int, float, float]] = field(default_factory=list)
+    waits: list[Interval] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
     window: int = -1
     memory: list[tuple[float, int]] = field(default_factory=list)
     before: list[Transfer] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ComputeSpan:
-    """A span of time in which one piece of compute ran without waiting.
-
-    Attributes:
-        operation: the id of the piece of compute.
-        window: the index, in the recording, of the window (a backward and the next forward).
-        started_s, ended_s: seconds of `time.perf_counter`.
-    """
-
-    operation: OperationId
-    window: int
-    started_s: float
-    ended_s: float
-
-
-def compute_spans(recording: Recording) -> list[ComputeSpan]:
+def compute_spans(recording: Recording) -> list[Interval]:
     """Converts the marks of a recording to spans of compute. Time spent waiting is not part of any span, so a wait
     splits a span in two.
     """
-    spans: list[ComputeSpan] = []
+    spans: list[Interval] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
         if operation is None or window < 0:
@@ -118,10 +106,10 @@ def compute_spans(recording: Recording) -> list[ComputeSpan]:
         for start, end in waits:
             if at <= start and end <= ended:
                 if start > at:
-                    spans.append(ComputeSpan(operation, window, at, start))
+                    spans.append((operation, window, at, start))
                 at = end
         if ended > at:
-            spans.append(ComputeSpan(operation, window, at, ended))
+            spans.append((operation, window, at, ended))
     return spans
 
 
@@ -184,14 +172,23 @@ class Recorder:
         self.pause_segment()
         self.segment = None
 
-    def waiting(self, launch: OperationId) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that records a wait for a launch."""
-        return RecordedWait(self, launch)
+    @contextlib.contextmanager
+    def waiting(self, launch: OperationId) -> Iterator[None]:
+        """Opens a context that records a wait for a launch. Either the host thread or its CUDA stream waits."""
+        recording, began_s = self.recording, time.perf_counter()
+        start: Moment = None if recording is None else self.clock.now()
+        try:
+            with span("wait for", launch):
+                yield
+        finally:
+            self.step_times.waited(launch, time.perf_counter() - began_s)
+            if recording is not None:
+                recording.waits.append((launch, recording.window, start, self.clock.now()))
 
     def timed(self, launch: OperationId, call: Callable[..., Result], *arguments: Any) -> Result:
         """Calls `call(*arguments)`, which waits for a launch, and records the wait. Returns the call's result."""
         if self.recording is not None or is_profiled():
-            with RecordedWait(self, launch):
+            with self.waiting(launch):
                 return call(*arguments)
         began_s = time.perf_counter()  # no context manager, because this runs twice in every step
         value = call(*arguments)
@@ -230,57 +227,26 @@ class Recorder:
         return recording
 
 
-class RecordedWait(contextlib.AbstractContextManager[None]):
-    """A context that records a wait for a launch. Either the host thread or its CUDA stream waits."""
-
-    def __init__(self, recorder: Recorder, launch: OperationId) -> None:
-        self._recorder, self._launch = recorder, launch
-
-    def __enter__(self) -> None:
-        recorder = self._recorder
-        self._recording, self._began_s = recorder.recording, time.perf_counter()
-        self._start: Moment = None if self._recording is None else recorder.clock.now()
-        self._span = span("wait for", self._launch) if is_profiled() else None
-        if self._span is not None:
-            self._span.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._span is not None:
-            self._span.__exit__(*raised)
-        recorder, recording = self._recorder, self._recording
-        recorder.step_times.waited(self._launch, time.perf_counter() - self._began_s)
-        if recording is not None:
-            recording.waits.append((self._launch, recording.window, self._start, recorder.clock.now()))
-
-
 class RecordedCopy:
-    """A context that records when a copy runs. Any thread may enter it.
+    """A context that records when a copy of `nbytes` bytes runs, in the window in which the context is made. Any thread
+    may enter it.
 
     Args:
-        launch: the copy's id.
-        nbytes: the number of bytes to copy.
         recorder: the recorder, or None to record nothing.
         on_host: whether to use the host's clock instead of the recorder's.
     """
 
     def __init__(self, launch: OperationId, nbytes: int, recorder: Recorder | None, *, on_host: bool = False) -> None:
-        self.launch = launch
-        self._nbytes = nbytes
-        recording = recorder.recording if recorder is not None else None
-        self._window = OUTSIDE if recording is None else recording.window
-        self._recorder, self._on_host = recorder, on_host
+        self.launch, self._nbytes = launch, nbytes
+        recording = None if recorder is None else recorder.recording
+        self._recorder, self._window = (None, OUTSIDE) if recording is None else (recorder, recording.window)
+        self._clock = Clock() if on_host or recorder is None else recorder.clock
 
     def __enter__(self) -> None:
-        self._started = self._now()
+        if self._recorder is not None:
+            self._started = self._clock.now()
 
     def __exit__(self, *_: object) -> None:
-        if self._recorder is not None and self._window > OUTSIDE:
-            self._recorder.record_transfer(
-                Transfer(self.launch, self._window, self._nbytes, self._started, self._now())
-            )
-
-    def _now(self) -> Moment:
-        """Returns the current moment, or 0 if nothing is recorded."""
-        if self._recorder is None or self._window == OUTSIDE:
-            return 0.0
-        return time.perf_counter() if self._on_host else self._recorder.clock.now()
+        if self._recorder is not None:
+            transfer = Transfer(self.launch, self._window, self._nbytes, self._started, self._clock.now())
+            self._recorder.record_transfer(transfer)

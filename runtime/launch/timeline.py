@@ -81,19 +81,11 @@ def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: fl
         """Converts seconds of the recording to milliseconds since `zero_s`."""
         return (seconds - zero_s) * 1e3
 
+    transfers = [(each.launch, each.window, each.started_s, each.ended_s) for each in recording.transfers]
     spans = [
-        Span(
-            known.get(span.operation) or Operation.from_id(span.operation, 0.0),
-            span.window,
-            rank,
-            ms(span.started_s),
-            ms(span.ended_s),
-        )
-        for span in compute_spans(recording)
+        Span(known.get(which) or Operation.from_id(which, 0.0), window, rank, ms(start), ms(end))
+        for which, window, start, end in [*compute_spans(recording), *transfers]
     ]
-    for transfer in recording.transfers:
-        operation = known.get(transfer.launch) or Operation.from_id(transfer.launch, 0.0)
-        spans.append(Span(operation, transfer.window, rank, ms(transfer.started_s), ms(transfer.ended_s)))
     waits = [
         Wait(str(launch), launch.lane, window, rank, ms(start), ms(end))
         for launch, window, start, end in recording.waits

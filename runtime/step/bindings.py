@@ -101,8 +101,7 @@ class Bindings:
             recorder.mark(until)
             if name in (OFFLOAD, RELOAD):
                 return copy(value, launch, recorder)
-            with recorder.waiting(launch):
-                return copy(value)
+            return recorder.timed(launch, copy, value)
 
         return run
 

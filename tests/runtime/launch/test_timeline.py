@@ -14,7 +14,7 @@ from embrace_fx.runtime.launch import recorder as recorder_module
 from embrace_fx.runtime.launch import step_times
 from embrace_fx.runtime.launch import timeline as timeline_module
 from embrace_fx.runtime.launch.profile import Profile, make_profile
-from embrace_fx.runtime.launch.recorder import ComputeSpan, RecordedCopy, Recorder, Recording, Transfer, compute_spans
+from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder, Recording, Transfer, compute_spans
 from embrace_fx.runtime.launch.timeline import gather_timeline
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import BETWEEN, EARLY, chunk_id, compute_id
@@ -132,9 +132,8 @@ def test_a_recording_holds_what_ran_and_what_was_waited_for(monkeypatch: pytest.
         before=[Transfer(CHUNK, -1, 5, 501, 502), Transfer(CHUNK, -1, 4, 1001, 1002)],
     )
     assert [each[0] for each in clock.method_calls] == ["start", "stop"]
-    spans = [ComputeSpan(A, 0, 1002, 1003), ComputeSpan(A, 0, 1005, 1006), ComputeSpan(EARLY, 0, 1006, 1009)]
     del recording.waits[0]
-    assert compute_spans(recording) == spans
+    assert compute_spans(recording) == [(A, 0, 1002, 1003), (A, 0, 1005, 1006), (EARLY, 0, 1006, 1009)]
     assert make_profile(recording) == Profile({A: 2000.0, EARLY: 3000.0}, {CHUNK: 6})
     recorder.mark(A)  # is not recorded
     assert list(recorder.step_times.steps) == [({"backward": 2.0, "dense": 2.0, "optimizer": 3.0, "between": 9.0}, 7)]
