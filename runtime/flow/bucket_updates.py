@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.kernels import unpack_bucket
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture

@@ -23,10 +23,9 @@ from embrace_fx.runtime.flow.bucket_updates import Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce_batch, read_batch
 from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.row_exchange import RowExchange
-from embrace_fx.runtime.launch.launch_queue import LaunchQueue
+from embrace_fx.runtime.launch.launch_queue import LaunchQueue, Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Clock, Recorder
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.tables.table import Member

@@ -26,10 +26,10 @@ from torch import Tensor
 from embrace_fx.runtime.flow.routing import PaddedRouting, Routing, SplitAhead, route_padded
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_batch
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP

@@ -34,8 +34,8 @@ from embrace_fx.runtime.flow.routing import Routing, cut_batches, membership
 from embrace_fx.runtime.flow.row_gradient import RowGradient, SentRows
 from embrace_fx.runtime.kernels import join_columns, join_columns_into
 from embrace_fx.runtime.kernels.grid import join_grid_into
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.table import Table

@@ -28,8 +28,8 @@ from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_known_ids
 from embrace_fx.runtime.kernels.grid import split_selected_grid
 from embrace_fx.runtime.kernels.membership import rows_on_device
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.gradient_storage import sum_rows

@@ -1,4 +1,4 @@
-"""Queues submitted launches of collectives, and decides which one to launch next.
+"""Queues submitted launches of collectives, decides which one to launch next, and lets threads wait for them.
 
 Contract
     The launch order makes ranks' collectives match (see `launcher.py`); `next` keeps its rules. One thread launches at
@@ -14,14 +14,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any
 
+from torch import Tensor
+
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
-from embrace_fx.runtime.launch.ticket import Ticket
-from embrace_fx.runtime.ranks.communicator import InTurn
+from embrace_fx.runtime.ranks.communicator import InFlight, InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 from embrace_fx.vocabulary.schedule import IN_FLIGHT
@@ -40,48 +41,97 @@ LARGE_BYTES = 1 << 18
 """Bytes from which on writing the data takes longer than waking the launcher's thread to do it."""
 
 
+Launch = Callable[[], InFlight]
+
+
+class Dropped(Exception):
+    """Raised when waiting for a launch that was dropped, because a rank has given up its backward."""
+
+
+class Ticket(InFlight):
+    """A submitted launch of a collective.
+
+    Attributes:
+        id: the launch's id.
+        launch: function that starts the collective; None once it has been started.
+        sent_bytes: how many bytes this rank sends, or an estimate if the number is not known yet.
+        window: the index of the recorder's current window, or `OUTSIDE` if nothing is recorded.
+        done: whether the collective has completed. On a CUDA device, whether the current stream waits for it.
+        dropped: whether the collective will never be started.
+        wanted: whether a thread waits for the launch in a `flushing` context. The launch may then be made before other
+            launches that precede it in the order.
+        tells: whether no other launch was in flight at the same time, so that its duration is a good estimate for later
+            steps.
+        started_s, ended_s: times of `time.perf_counter` at which the collective was started and completed; 0 before.
+    """
+
+    def __init__(self, which: OperationId, launch: Launch, sent_bytes: int, window: int, queue: LaunchQueue) -> None:
+        self.id, self.sent_bytes, self.window, self.queue = which, sent_bytes, window, queue
+        self.launch: Launch | None = launch
+        self.started_s = self.ended_s = 0.0
+        self.done = self.dropped = self.wanted = False
+        self.tells = True
+
+    def drop(self) -> None:
+        """Marks the launch as one that will never be made."""
+        self.dropped, self.launch = True, None
+
+    def has_ended(self) -> bool:
+        """Returns whether the collective has completed, without waiting."""
+        return self.done
+
+    def wait(self) -> Tensor:
+        """Waits until the collective has completed, and returns its result.
+
+        Raises:
+            RuntimeError: the collective, or an earlier one, failed.
+            Dropped: the launch was dropped.
+        """
+        queue = self.queue
+        if self.ended_s == 0.0:
+            if queue.flushes:
+                self.wanted = True
+                queue.issue()
+            with queue.lock:
+                queue.sleepers += 1
+                while self.ended_s == 0.0 and not self.dropped and queue.error is None:
+                    queue.arrived.wait()
+                queue.sleepers -= 1
+        if queue.error is not None:
+            raise queue.error
+        if self.dropped:
+            raise Dropped
+        return self.value
+
+
 class LaunchWindow:
     """The launches of one window (a backward and the next forward) in the order of the schedule. Keeps track of which
-    of them have been made. A launch is the start of one collective.
+    of them have been made.
 
     Attributes:
         held: whether launches must wait until all ranks are known to be in this backward.
         dropped: whether the remaining launches will never be made, because a rank has given up the backward.
-        order: the ids of the window's launches, in order.
+        passed: how many launches at the start of the order were made or will not be submitted, as of the last `head`.
         waiting: id -> ticket of the launches that were submitted and have not been made yet.
         expected: the ids of the launches that may still be submitted.
         in_forward: whether the window's forward has begun.
     """
 
     def __init__(self, order: tuple[OperationId, ...], number: int = 0, *, held: bool = False) -> None:
-        self.held = held
-        self.dropped = False
-        self.order = order
-        self._passed = 0  # how many launches at the start of the order were made or will not be submitted
-        self.number = number
-        self.waiting: dict[OperationId, Ticket] = {}  # launches that were submitted and not yet made
-        self.expected = set(order)  # launches that may still be submitted
-        self.in_forward = False
+        self.order, self.number, self.held = order, number, held
+        self.dropped = self.in_forward = False
+        self.passed = 0
+        self.waiting: dict[OperationId, Ticket] = {}
+        self.expected = set(order)
 
     def head(self) -> OperationId | None:
         """Returns the id of the next launch in the order, whether or not it has been submitted. Skips launches that
         will not be submitted. Returns None if no launch is left.
         """
         order, waiting, expected = self.order, self.waiting, self.expected
-        while self._passed < len(order) and order[self._passed] not in waiting and order[self._passed] not in expected:
-            self._passed += 1
-        return order[self._passed] if self._passed < len(order) else None
-
-    def expects_before(self, place: float = math.inf) -> bool:
-        """Returns whether the order contains, before the index `place`, a launch that may still be made."""
-        return self.head() is not None and self._passed < place
-
-    def remaining(self) -> Sequence[OperationId]:
-        """Returns the ids of the next launch and of all launches after it, in order. Some of these may already have
-        been made, out of order.
-        """
-        self.head()
-        return self.order[self._passed :]
+        while self.passed < len(order) and order[self.passed] not in waiting and order[self.passed] not in expected:
+            self.passed += 1
+        return order[self.passed] if self.passed < len(order) else None
 
     def drop(self) -> None:
         """Drops the launches of the window that have not been made. They will never be made."""
@@ -98,7 +148,6 @@ class LaunchQueue:
     The queue's thread refers to the queue and not to the launcher, so that the launcher can be freed.
 
     Args:
-        recorder: records each launch that completes.
         channel: communication class -> name of the channel that carries it. Launches on one channel never overtake each
             other.
         at_once: the number of launches that may be in flight at the same time.
@@ -115,25 +164,19 @@ class LaunchQueue:
     ticket: type[Ticket] = Ticket
 
     def __init__(self, recorder: Recorder, channel: Mapping[Lane, str] = LANE_GROUP, at_once: int = IN_FLIGHT) -> None:
-        self.at_once = at_once
-        self.recorder = recorder
-        self.channel = channel
+        self.recorder, self.channel, self.at_once = recorder, channel, at_once
         self.lock = threading.RLock()  # unlike a condition, a lock is acquired without a Python call
         self.changed = threading.Condition(self.lock)  # wakes the queue's thread
         self.arrived = threading.Condition(self.lock)  # a launch has arrived, failed, or was dropped
         self.windows: deque[LaunchWindow] = deque()
         self.in_flight: deque[Ticket] = deque()
         self.error: BaseException | None = None
-        self.stopped = False
-        self.issuing = False
+        self.stopped = self.issuing = self.draining = self.shares_device = False
         self.wakes_s = -math.inf  # when the queue's thread wakes next; -inf while it is awake
-        self.flushes = 0
-        self.shares_device = False
-        self.draining = False
+        self.flushes = self.sleepers = 0
         self.moved_s = time.perf_counter()
         self.took_s: dict[OperationId, float] = {}  # launch -> how long it took when it was last alone in flight
         self.callbacks: set[weakref.ref[Any]] = set()
-        self.sleepers = 0
         self._end: Callable[[], object] = lambda: None
 
     # -- methods for the launcher --------------------------------------------------------------------------------------
@@ -165,13 +208,13 @@ class LaunchQueue:
         self.issue()
         with self.lock:
             self.sleepers += 1
-            self.arrived.wait_for(lambda: self.error is not None or not self.under_way(), timeout)
+            self.arrived.wait_for(
+                lambda: self.error is not None or not (self.in_flight or any(map(WAITING, self.windows))), timeout
+            )
             self.sleepers -= 1
 
     def watch(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """Registers a callback of a collective, so that the queue can wait at shutdown until the callback has been
-        freed. Returns the callback.
-        """
+        """Registers a callback of a collective, for whose end the queue waits at shutdown. Returns the callback."""
         self.callbacks.add(weakref.ref(callback, self.callbacks.discard))
         return callback
 
@@ -194,11 +237,10 @@ class LaunchQueue:
         self.issue()
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
+        """Begins a window with launches in this order. Launches of the last window that were not submitted are no
         longer expected, so no launch waits for them.
 
         Args:
-            order: the ids of the new window's launches, in order.
             held: whether the new window's launches must wait until `LaunchWindow.held` is set to False.
         """
         with self.lock:
@@ -211,8 +253,8 @@ class LaunchQueue:
 
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
-        """Opens a context for waits of the calling thread. If it waits for a launch, the launch may be made before
-        preceding launches that have not been submitted yet.
+        """Opens a context for waits. A launch for which a thread waits in it may be made before preceding launches that
+        have not been submitted yet.
         """
         with self.lock:
             self.flushes += 1
@@ -223,23 +265,18 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns True. In `StreamQueue`, returns whether all launches since the last call were made in the order of
-        the schedule.
-
-        With this queue, ranks need not report launches out of order to each other, because each of them makes the same
-        launches after a standstill.
+        """Returns whether ranks need not be told of launches out of order. Always True here, because each rank makes
+        the same launches after a standstill.
         """
         return True
 
     def enqueue_submitted(self) -> None:
-        """Does nothing here. `StreamQueue`, the queue for CUDA streams, overrides this method to make all submitted
-        launches.
-        """
+        """Makes all submitted launches, on CUDA streams. Does nothing here."""
 
     @property
     def in_turn(self) -> InTurn | None:
-        """A function that returns a context for launching a collective outside of the queue, in an order that all ranks
-        share. None here, because only launches on CUDA streams need it.
+        """Returns a context for launching a collective outside of the queue, in an order that all ranks share. None
+        here, because only launches on CUDA streams need it.
         """
         return None
 
@@ -286,11 +323,8 @@ class LaunchQueue:
             launched.work.get_future().add_done_callback(self.watch(partial(self.complete, ticket)))
 
     def complete(self, ticket: Ticket, future: Any = None) -> None:
-        """Marks a launch as completed, records it, and makes launches that are due now.
-
-        Args:
-            ticket: the launch.
-            future: the collective's future. If it has an error, the queue fails with this error.
+        """Marks a launch as completed, records it, and makes launches that are due now. If the collective's future has
+        an error, fails with this error.
         """
         if future is not None:
             try:
@@ -348,20 +382,16 @@ class LaunchQueue:
         """Takes the launch to make now out of its window, and returns its ticket. Returns None if no launch is due.
         Requires a submitted launch that waits.
         """
-        now_s = time.perf_counter()
+        now_s, beyond = time.perf_counter(), len(self.in_flight) - self.at_once
         standing_still = now_s - self.moved_s > STANDSTILL_S
         if standing_still:
             for each in self.in_flight:
                 each.tells = False
                 self.took_s.pop(each.id, None)
-        room = self.at_once - len(self.in_flight)
-        if room < 0 and not standing_still:
-            return None
-        # Launch one more only if the last one is late or its usual time is unknown.
-        if room == 0 and not standing_still:
+        elif beyond >= 0:  # launch one more only if the last one is late or its usual time is unknown
             last = self.in_flight[-1]
             took_s = self.took_s.get(last.id)
-            if took_s is not None and now_s < last.started_s + max(LATE * took_s, SHORTEST_S):
+            if beyond > 0 or (took_s is not None and now_s < last.started_s + max(LATE * took_s, SHORTEST_S)):
                 return None
         while len(self.windows) > 1 and not self.windows[0].waiting:
             self.windows.popleft()
@@ -375,17 +405,21 @@ class LaunchQueue:
         return self._next_out_of_order(standing_still)
 
     def _next_out_of_order(self, standing_still: bool) -> Ticket | None:
-        """Finds a launch to make now although preceding launches have not been submitted yet. Takes it out of its
-        window, and returns its ticket. Returns None if there is no such launch.
+        """Finds a launch to make now although preceding launches of other channels have not been submitted yet. Takes
+        it out of its window, and returns its ticket. Returns None if there is no such launch.
 
         Args:
-            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`.
+            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`. If True, the launches of
+                every channel may overtake others.
         """
-        may_overtake, passed_over = self._may_overtake(standing_still), set[str]()
+        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
+        any_may, passed_over = standing_still or self.draining, set[str]()
+        may_overtake = {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
         for window in self.windows:
             if window.held:
                 return None
-            for launch in window.remaining():
+            window.head()
+            for launch in window.order[window.passed :]:
                 ticket = window.waiting.get(launch)
                 if ticket is None and launch not in window.expected:
                     continue
@@ -397,22 +431,6 @@ class LaunchQueue:
                     return None
                 passed_over.add(channel)
         return None
-
-    def _may_overtake(self, standing_still: bool) -> set[str]:
-        """Returns the names of the channels whose launches may be made before preceding launches of other channels that
-        have not been submitted yet.
-
-        Args:
-            standing_still: whether nothing has been launched or completed for `STANDSTILL_S`. If True, the launches of
-                every channel may overtake others.
-        """
-        tickets = (ticket for window in self.windows for ticket in window.waiting.values())
-        any_may = standing_still or self.draining
-        return {self.channel[ticket.id.lane] for ticket in tickets if any_may or ticket.wanted}
-
-    def under_way(self) -> bool:
-        """Returns whether any launch was submitted and has not completed."""
-        return bool(self.in_flight) or any(map(WAITING, self.windows))
 
 
 def _run_thread(queue: LaunchQueue) -> None:

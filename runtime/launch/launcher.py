@@ -17,17 +17,15 @@ Contract
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from embrace_fx.runtime.launch.launch_queue import LaunchQueue, LaunchWindow
+from embrace_fx.runtime.launch.launch_queue import Launch, LaunchQueue, LaunchWindow, Ticket
 from embrace_fx.runtime.launch.recorder import OUTSIDE
 from embrace_fx.runtime.launch.spans import is_profiled, span
-from embrace_fx.runtime.launch.ticket import Launch, Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.vocabulary.operation_id import OperationId
 from embrace_fx.vocabulary.ops import launch_of
@@ -44,6 +42,7 @@ class Launcher:
 
     Attributes:
         order: the ids of the launches of the next window, in order.
+        close, flushing: methods of the queue.
     """
 
     def __init__(
@@ -53,61 +52,35 @@ class Launcher:
         queue: LaunchQueue,
         communicator: Communicator,
     ) -> None:
-        self.order = tuple(order)
-        self._of_forward = frozenset(of_forward)
-        self.recorder = queue.recorder
-        self._communicator = communicator
-        self.queue = queue
+        self.order, self._of_forward = tuple(order), frozenset(of_forward)
+        self.queue, self.recorder, self._communicator = queue, queue.recorder, communicator
+        self.close, self.flushing = queue.close, queue.flushing
         queue.windows.append(LaunchWindow(self.order))
         if self.order:
             queue.start(self)
-
-    def close(self) -> None:
-        """Waits until all submitted launches have completed, and ends the queue.
-
-        Raises:
-            RuntimeError: a collective failed.
-        """
-        self.queue.close()
 
     def reorder(self, order: Iterable[OperationId]) -> None:
         """Changes the launch order from the next window on."""
         self.order = tuple(order)
 
     def missing_from(self, submits: Collection[OperationId], *, forward: bool) -> tuple[OperationId, ...]:
-        """Returns the ids of the launches that belong to a phase (the forward or the backward) but are not in
-        `submits`.
-
-        Args:
-            submits: ids of the launches that a variant of the phase submits.
-            forward: whether the phase is the forward; otherwise it is the backward.
-        """
+        """Returns the launches of the forward, or else of the backward, that are not in `submits`."""
         return tuple(o for o in self.order if (o in self._of_forward) == forward and o not in submits)
 
     def open_window(self, *, held: bool = False) -> None:
         """Begins a window (a backward and the next forward). Launches of the last window that were not submitted are no
-        longer expected, so no launch waits for them.
-
-        Args:
-            held: whether launches of the new window must wait until `release_after` allows them.
+        longer expected. If `held`, launches of the new window wait until `release_after` allows them.
         """
         self.queue.open_window(self.order, held=held)
 
     def release_after(self, future: torch.futures.Future[Any], agreed: Callable[[], bool]) -> None:
-        """Waits in the background for a future that tells whether the launches of the current window may be made. The
-        window must have been opened with `held=True`.
-
-        Args:
-            future: completes when all ranks have announced what they do. If it has an error, the queue fails with this
-                error.
-            agreed: called when the future has completed. If it returns True, the launches may be made. If it returns
-                False, they are dropped, and waiting for them raises `Dropped`.
+        """Holds the launches of the current window, opened with `held=True`, until a future has completed. If the
+        future has an error, the queue fails with it. If `agreed`, called then, returns False, the launches are dropped,
+        and waiting for them raises `Dropped`.
         """
 
         def on_end(future: Any) -> None:
-            """Handles the completion of the future. If it has an error, fails the queue with that error. Otherwise,
-            allows the launches if `agreed` returns True, and drops them if not.
-            """
+            """Allows the launches, drops them, or fails the queue."""
             try:
                 future.value()
             except BaseException as error:
@@ -124,19 +97,16 @@ class Launcher:
         future.add_done_callback(self.queue.watch(on_end))
 
     def launch_of(self, node: fx.Node) -> OperationId | None:
-        """Returns the id of the launch that a graph node submits or awaits, or None if this launcher does not make that
-        launch.
-        """
+        """Returns the launch that a graph node submits or awaits, or None if this launcher does not make it."""
         launch = launch_of(node)
         return launch if launch in self.order else None
 
     def expects(self, launch: OperationId) -> bool:
-        """Returns whether the launch may still be submitted in the current window (a backward and the next forward)."""
+        """Returns whether the launch may still be submitted in the current window."""
         return launch in self.queue.windows[-1].expected
 
     def end_backward(self, *, holds: bool = True) -> None:
-        """Ends the backward of the current window. The backward's launches that were not submitted are no longer
-        expected, so no launch waits for them.
+        """Ends the backward of the current window. Its launches that were not submitted are no longer expected.
 
         Args:
             holds: whether launches that were submitted may wait for launches of the next forward that precede them in
@@ -160,9 +130,7 @@ class Launcher:
             self.end_backward()
 
     def skip(self, launches: Collection[OperationId]) -> None:
-        """Declares that these launches will not be submitted in the current window, so that no other launch waits for
-        them.
-        """
+        """Declares that no other launch must wait for these, which will not be submitted in the current window."""
         if launches:
             with self.queue.lock:
                 self.queue.windows[-1].expected.difference_update(launches)
@@ -173,8 +141,6 @@ class Launcher:
         have been made.
 
         Args:
-            which: the launch's id.
-            launch: function that starts the collective.
             sent_bytes: the number of bytes that this rank sends, or an estimate if the number is not known yet.
         """
         queue, recording = self.queue, self.recorder.recording
@@ -198,9 +164,3 @@ class Launcher:
         except RuntimeError as error:
             self._communicator.name_ranks(error, ticket.id)
             raise
-
-    def flushing(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for waits of the calling thread. If it waits for a launch, the launch may be made before
-        preceding launches that have not been submitted yet.
-        """
-        return self.queue.flushing()

@@ -27,10 +27,9 @@ from typing import Any
 
 from torch import Tensor
 
-from embrace_fx.runtime.launch.launch_queue import WAITING, LaunchQueue
+from embrace_fx.runtime.launch.launch_queue import WAITING, LaunchQueue, Ticket
 from embrace_fx.runtime.launch.recorder import OUTSIDE, Recorder, Transfer
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import InTurn
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
@@ -48,10 +47,8 @@ class StreamTicket(Ticket):
     """A submitted launch of a collective, which runs on a CUDA stream.
 
     Attributes:
-        place: (number of the window, index in the window's order of launches).
         ready: the CUDA event recorded when the launch was submitted.
         ended: the CUDA event recorded after the collective, or None if it has not been enqueued.
-        queue: the queue that enqueues the collective.
     """
 
     place: Place
@@ -125,8 +122,7 @@ class StreamQueue(LaunchQueue):
         """Enqueues all submitted launches that are due.
 
         Args:
-            out_of_turn: whether to enqueue all submitted launches, even if preceding launches have not been submitted
-                yet.
+            out_of_turn: whether to enqueue also those whose preceding launches have not been submitted yet.
             agreed: whether all ranks do the same at this point, so that the launches count as made in order.
             follows: whether another rank has already launched out of order here. If True, the launches do not wait for
                 launches of other models on the device.
@@ -174,16 +170,11 @@ class StreamQueue(LaunchQueue):
         super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Begins a window (a backward and the next forward). If a launch was not awaited during a whole window, makes
-        the current CUDA stream wait for it, so that its memory is freed.
-
-        Args:
-            order: the ids of the new window's launches, in order.
-            held: whether the new window's launches must wait until `LaunchWindow.held` is set to False.
+        """Begins a window, as in the base class. If a launch was not awaited during a whole window, and thus never will
+        be, makes the current CUDA stream wait for it, so that its memory is freed.
         """
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
-        # A launch that nobody awaited for a whole window is never awaited. Wait here, to free its memory.
         current = self.windows[-1].number
         for place, ticket in list(self.unwaited.items()):
             if place[0] < current - 1 and ticket.ended is not None:
@@ -196,9 +187,7 @@ class StreamQueue(LaunchQueue):
 
     def enqueue_submitted(self) -> None:
         """Enqueues all submitted launches, even if preceding launches have not been submitted yet. All ranks call this
-        at the same point.
-
-        All later launches wait for all launches so far, because ranks may have made these in different orders.
+        at the same point. Later launches wait for all of these, because ranks may have made them in different orders.
         """
         with self.lock:
             self.issue(out_of_turn=True, agreed=True)
@@ -216,9 +205,7 @@ class StreamQueue(LaunchQueue):
 
     @property
     def in_turn(self) -> InTurn | None:
-        """A function that returns a context for launching a collective outside of the queue, in an order that all ranks
-        share.
-        """
+        """Returns a context for launching a collective outside of the queue, in an order that all ranks share."""
         return self._launch_in_order
 
     @contextlib.contextmanager
@@ -246,9 +233,7 @@ class StreamQueue(LaunchQueue):
                 self.streams.wait(ended)
 
     def next_place(self) -> Place:
-        """Returns this rank's position, a pair of the number of the current window and the number of its launches that
-        may still be submitted.
-        """
+        """Returns this rank's position."""
         window = self.windows[-1]
         return window.number, len(window.expected)
 
@@ -286,11 +271,8 @@ class StreamQueue(LaunchQueue):
 
     def _is_out_of_turn(self, ticket: StreamTicket) -> bool:
         """Returns whether a launch that precedes this one in the order may still be made."""
-        number, place = ticket.place
-        for window in self.windows:
-            if window.expects_before(place if window.number == number else math.inf) and window.number <= number:
-                return True
-        return False
+        before = (window for window in self.windows if window.number <= ticket.place[0] and window.head() is not None)
+        return any((window.number, window.passed) < ticket.place for window in before)
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, follows: bool) -> None:
         """Enqueues a launch on the CUDA stream of its communication class. The stream first waits for the launch's

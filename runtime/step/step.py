@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, NextBatch
+from embrace_fx.runtime.launch.launch_queue import Dropped
 from embrace_fx.runtime.launch.spans import spanned
-from embrace_fx.runtime.launch.ticket import Dropped
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
 from embrace_fx.runtime.ranks.bad_batches import unreadable_batch
 from embrace_fx.runtime.ranks.failure import TOLD, PeerFailure, failure_text, is_known_to_all_ranks

@@ -11,11 +11,11 @@ import random
 import torch
 from torch import Tensor
 
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
 from embrace_fx.runtime.launch.streams import Streams
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from tests.support.launches import ID, NAMES, OF_FORWARD, ORDER
 

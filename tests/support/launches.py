@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.futures import Future
 
 from embrace_fx.runtime.launch import launch_queue
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.vocabulary.operation_id import Lane, OperationId
 

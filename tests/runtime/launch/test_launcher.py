@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES
-from embrace_fx.runtime.launch.ticket import Dropped
+from embrace_fx.runtime.launch.launch_queue import LARGE_BYTES, Dropped
 from embrace_fx.runtime.ranks.communicator import InFlight
 from tests.support.launches import ID, LONG_S, NAMES, ORDER, Link, make, rest, stand_still, submit, windows
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from embrace_fx.runtime.launch import launch_queue
-from embrace_fx.runtime.launch.ticket import Ticket
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import OperationId

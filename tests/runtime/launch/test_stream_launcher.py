@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 
+from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Recorder
 from embrace_fx.runtime.launch.stream_queue import StreamQueue
-from embrace_fx.runtime.launch.ticket import Ticket
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.vocabulary.operation_id import Lane
