@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from embrace_fx.cost import links as cost
-from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.kernels import unpack_bucket
 from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
@@ -121,7 +120,7 @@ _Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
 """A step of some parameters: the optimizer, the options of their group at that step, and the parameters."""
 
 
-class Bucket(PendingUpdate):
+class Bucket:
     """One bucket of dense gradients: its reduction in progress, and the optimizer steps that wait for it.
 
     Args:

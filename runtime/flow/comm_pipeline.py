@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
-from embrace_fx.runtime.flow.bucket_updates import Buckets
+from embrace_fx.runtime.flow.bucket_updates import Bucket, Buckets
 from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce_batch, read_batch
-from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.row_exchange import RowExchange
+from embrace_fx.runtime.flow.row_gradient import RowGradient
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Clock, Recorder
@@ -88,7 +88,9 @@ class CommPipeline:
         self.exchanges = exchanges
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
         self.buckets = buckets
-        self._owed: tuple[PendingUpdate, ...] = (*(each.gradient for each in exchanges.values()), *buckets.all)
+        # Each has gradients in flight, which `.grad` refers to, or an update that an optimizer step has left to the
+        # next forward, or neither.
+        self._pending: tuple[RowGradient | Bucket, ...] = *(e.gradient for e in exchanges.values()), *buckets.all
         self.looks_ahead = looks_ahead
         self._warn = warn
         self.after_announcement = after_announcement
@@ -184,7 +186,7 @@ class CommPipeline:
         if ahead is None or not self._valid:
             return None
         for exchange in self.exchanges.values():
-            if not exchange.usable or (self._handed_out and not exchange.still_equal()):
+            if not exchange.is_usable(compare=self._handed_out):
                 return None
         return ahead
 
@@ -371,21 +373,21 @@ class CommPipeline:
         submitted.
         """
         with self._any_order():
-            for each in self._owed:
+            for each in self._pending:
                 each.apply()
 
     def wait(self) -> None:
         """Waits for in-flight gradients that no optimizer step has used yet, because the caller is about to read or
         change them.
         """
-        for each in self._owed:
+        for each in self._pending:
             if each.waiting:
                 with self._any_order():
                     each.wait()
 
     def drop(self) -> None:
         """Drops in-flight gradients that no optimizer step has used yet."""
-        for each in self._owed:
+        for each in self._pending:
             each.drop()
 
     @contextlib.contextmanager

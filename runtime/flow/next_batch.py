@@ -252,7 +252,7 @@ class DeviceBatch(NextBatch):
         self._tables = [route_padded(packed, self.announced, table, size) for table, size in enumerate(rows)]
         for table in self.program.routes:
             exchange = exchanges[table]
-            if table in current and exchange.splits_ahead:
+            if table in current and current[table].grid.rows == 1:
                 self._streams.keep(current[table].ids)
                 self._splits[table] = SplitAhead(
                     current[table],

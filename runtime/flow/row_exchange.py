@@ -36,8 +36,7 @@ from embrace_fx.runtime.kernels import join_columns, join_columns_into
 from embrace_fx.runtime.kernels.grid import join_grid_into
 from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
-from embrace_fx.runtime.ranks.groups import LANE_GROUP
+from embrace_fx.runtime.ranks.communicator import Communicator, counts_as_lists
 from embrace_fx.runtime.tables.table import Table
 from embrace_fx.runtime.tables.update_rule import Options
 from embrace_fx.vocabulary.operation_id import EARLY, OperationId, compute_id
@@ -49,13 +48,11 @@ class RowExchange:
     step.
 
     Args:
-        table: the table, of which this rank has a shard.
         delayed_chunks: the number of pieces in which delayed gradients are sent. These are gradients of rows that the
             next batch does not read.
         overlaps: whether rows may be sent in the step before their batch's own, and gradients in the step after it.
 
     Attributes:
-        gradient: the gradient of the table's rows.
         sent: exchanges of rows in flight for a batch whose forward has not waited for them yet.
     """
 
@@ -68,13 +65,9 @@ class RowExchange:
         *,
         overlaps: bool,
     ) -> None:
-        self.table, self.overlaps = table, overlaps
-        self._communicator = communicator
+        self.table, self.delayed_chunks, self.overlaps = table, delayed_chunks, overlaps
+        self._communicator, self._launcher, self._recorder = communicator, launcher, launcher.recorder
         self._grid = table.grid or Grid(1, communicator.world_size)
-        self._row, _ = self._grid.place(communicator.rank)
-        self._launcher = launcher
-        self._recorder = launcher.recorder
-        self.delayed_chunks = delayed_chunks
         self.isin = membership(table.shape[0], table.local.device)
         self.gradient = RowGradient(table, communicator, launcher, self._grid)
         self.sent: list[SentRows] = []
@@ -85,11 +78,8 @@ class RowExchange:
         self._stale = False  # whether the table was written or a different step was taken after sending
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns which rows of the table each rank reads for a batch.
-
-        Args:
-            ids: the ids that all ranks read, in rank order.
-            counts: for each rank, how many of the ids it reads.
+        """Returns which rows of the table each rank reads for a batch, given the ids that all ranks read, in rank
+        order, and how many of them each rank reads.
         """
         if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
             return early.whole
@@ -106,20 +96,21 @@ class RowExchange:
             launch: the id of the exchange, which tells which rows to send. Its part "early" means the rows of the next
                 batch that the last `cut_batches` has found. Other launches send those rows of this batch that were not
                 sent early.
-            ids: the ids that all ranks read, in rank order; unused for early rows.
-            counts: for each rank, how many of the ids it reads; unused for early rows.
+            ids, counts: as for `routing`; unused for early rows.
+            dtype: the dtype in which the rows are sent.
         """
-        rows = self._early if launch.part == "early" else self._begin_batch(ids, counts)
-        assert rows is not None
-        self._submit_lookup(launch, rows, dtype)
+        is_early = launch.part == "early"
+        routing = self._early if is_early else self._begin_batch(ids, counts)
+        assert routing is not None
+        held = routing.held_ids
+        self.table.record(held, routing.all_ids)
+        rows = self._predict_rows(held).to(dtype) if is_early else self.table.look_up(held, dtype)
+        ticket = self.gradient.submit(launch, self._communicator.send_rows, rows, routing.counts_by_row)
+        self.sent.append(SentRows(ticket, routing))
         self._recorder.mark(compute_id("update", launch.what) if self._recorder.segment is not None else EARLY)
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Begins the forward of a batch. Returns which of its rows have not been sent yet.
-
-        Args:
-            ids, counts: the ids that all ranks read for the batch, and how many of them each rank reads.
-        """
+        """Begins the forward of a batch, given as for `routing`. Returns which of its rows have not been sent yet."""
         early, batch = self._early, self.routing(ids, counts)
         if early is not None and early.whole is batch:
             (late,) = early.rest()
@@ -143,12 +134,8 @@ class RowExchange:
         return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
-        """Joins the received parts of this rank's rows, and returns all columns, flat (U * D,).
-
-        Args:
-            parts, ids, counts: the arguments of the op `join_rows`, unused because this object keeps the received
-                parts.
-            table: the table's name, for the recording.
+        """Joins the received parts of this rank's rows, which this object has kept, and returns all columns, flat
+        (U * D,). `table` is the table's name.
         """
         batch = self.gradient.batch
         assert batch is not None
@@ -167,58 +154,20 @@ class RowExchange:
         """Drops the rows in flight, and the record of which rows were sent early."""
         self.sent, self._early, self._preview = [], None, None
 
-    def _submit_lookup(self, launch: OperationId, routing: Routing, dtype: torch.dtype) -> None:
-        """Looks up the rows that other ranks read from this rank's shard, and submits their exchange.
-
-        Args:
-            launch: the id of the exchange.
-            routing: which rows each rank reads.
-            dtype: the dtype in which the rows are sent.
-        """
-        ids = routing.held_ids
-        self.table.record(ids, routing.all_ids)
-        rows = self._predict_rows(ids).to(dtype) if launch.part == "early" else self.table.look_up(ids, dtype)
-        self.sent.append(SentRows(self._launch(launch, rows, routing.counts_by_row), routing))
-
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Submits one exchange for all rows of a batch. Returns the ticket to wait for.
-
-        Args:
-            columns: this rank's columns (M, d) of the rows that any rank reads.
-            counts: for each rank, how many rows it reads.
+        """Submits one exchange for all rows of a batch, of which this rank has the `columns` (M, d). Returns the ticket
+        to wait for.
         """
-        ticket = self._launch(launch, columns, counts_as_lists(counts))
+        ticket = self.gradient.submit(launch, self._communicator.send_rows, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
 
-    def _launch(self, launch: OperationId, columns: Tensor, counts: Counts) -> Ticket:
-        """Submits an AlltoAll of looked-up rows. Returns the ticket to wait for.
-
-        Args:
-            columns: this rank's columns (M, d) of the rows that any rank reads.
-            counts: for each rank, how many rows it reads from each row of the grid of ranks.
-        """
-        width, rank = self.table.shape[1], self._communicator.rank
-        kept = counts[rank][self._row]  # how many rows this rank reads from its own shard
-        return self._launcher.submit(
-            launch,
-            lambda: self._communicator.send_rows(columns, counts, width, LANE_GROUP[launch.lane]),
-            (columns.shape[0] - kept) * columns.shape[1] * columns.element_size(),
-        )
-
     # -- two batches ---------------------------------------------------------------------------------------------------
 
-    @property
-    def splits_ahead(self) -> bool:
-        """Whether the device may split the rows of two batches before the host knows how many rows each part has."""
-        return self._grid.rows == 1
-
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the gradients of a batch may be sent in parts. This requires that the last forward ran this
-        batch, and that the next optimizer step uses no other gradient of the table.
-
-        Args:
-            ids: the ids that all ranks read for the batch, or None if the batch does not read the table.
+        """Returns whether the gradients of the batch whose ranks read `ids` (None: none of the table) may be sent in
+        parts. This requires that the last forward ran this batch, and that the next optimizer step uses no other
+        gradient of the table.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
@@ -228,10 +177,8 @@ class RowExchange:
         them.
 
         Args:
-            ids: the ids that all ranks read for the next batch.
-            counts: for each rank, how many of these ids it reads.
-            found: the routings of (this batch's rows that the next one reads too, the next batch's other rows), or None
-                to compute them.
+            ids, counts: the next batch, as for `routing`.
+            found: the result of the function `cut_batches`, if it is known.
         """
         gradient = self.gradient
         gradient.apply()
@@ -251,16 +198,14 @@ class RowExchange:
         self._expected = None if options is None else (self.table.members[0].optimizer, options)
         return after
 
-    @property
-    def usable(self) -> bool:
-        """Whether rows that were sent early may still be valid. This does not compare their values with the table."""
+    def is_usable(self, *, compare: bool) -> bool:
+        """Returns whether rows that were sent early are still valid. If `compare`, because someone may have written the
+        table, this also compares them with the table.
+        """
         # Early rows are those that the current batch does not read, so they cannot be used without a current batch.
-        is_of_batch = not self.sent or self.gradient.batch is not None
-        return is_of_batch and not self._stale and self._expected is None
-
-    def still_equal(self) -> bool:
-        """Returns whether rows that were sent early still equal the table's rows."""
-        if self._preview is None:
+        if self._stale or self._expected is not None or (self.sent and self.gradient.batch is None):
+            return False
+        if not compare or self._preview is None:
             return True
         ids, before, after = self._preview
         # True if the optimizer step that early rows anticipate has not been applied to the table yet.
@@ -276,13 +221,9 @@ class RowExchange:
             rewritten: whether the training loop may have given a gradient to rows that the batch did not read.
         """
         expected, self._expected = self._expected, None
-        if not self.sent:
-            return
-        self._stale |= rewritten
-        if expected is None:
-            self._stale |= moved_all
-            return
-        self._stale |= not of_all or not self.table.steps_by(*expected)
+        if self.sent:
+            other = moved_all if expected is None else not (of_all and self.table.steps_by(*expected))
+            self._stale |= rewritten or other
 
     def drop(self) -> None:
         """Drops rows that were sent early, because no forward will read them."""
@@ -291,14 +232,11 @@ class RowExchange:
 
 
 def _write_received(routing: Routing, flat: Tensor, out: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """Writes received rows to their positions among all rows that this rank's batch reads. Returns the tensor of all
-    these rows.
+    """Writes received rows to their positions among all rows (U', D) of this rank's batch, and returns all of these.
 
     Args:
-        routing: which of the batch's rows were received.
-        flat: the received rows, flat, in blocks by sending rank. Each block has the columns of that rank's shard.
-        out: the tensor (U', D) with the rows received so far, or None to allocate it.
-        shape: the shape (U', D) of the batch's rows.
+        flat: the received rows, in blocks by sending rank. Each block has the columns of that rank's shard.
+        out: the tensor with the rows received so far, or None to allocate it in `shape`.
     """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:

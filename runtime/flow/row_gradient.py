@@ -23,14 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embrace_fx.runtime.flow.owed import PendingUpdate
 from embrace_fx.runtime.flow.routing import Routing
 from embrace_fx.runtime.kernels import coalesce, split_columns, split_selected_columns, sum_known_ids
 from embrace_fx.runtime.kernels.grid import split_selected_grid
 from embrace_fx.runtime.kernels.membership import rows_on_device
 from embrace_fx.runtime.launch.launch_queue import Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
-from embrace_fx.runtime.ranks.communicator import Communicator, Counts, counts_as_lists
+from embrace_fx.runtime.ranks.communicator import Communicator, Counts, InFlight, counts_as_lists
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
 from embrace_fx.runtime.tables.gradient_storage import sum_rows
 from embrace_fx.runtime.tables.local_storage import GONE, GradientFuture, Rows
@@ -41,12 +40,7 @@ from embrace_fx.vocabulary.plan import Grid
 
 
 class SentRows(NamedTuple):
-    """An exchange in flight that sends rows of a table, or gradients of rows.
-
-    Attributes:
-        ticket: the launch of the exchange, to wait for.
-        routing: which rows each rank reads, and thus which rows or gradients are sent to which rank.
-    """
+    """An exchange in flight of rows of a table, or of their gradients, and which of the rows each rank reads."""
 
     ticket: Ticket
     routing: Routing
@@ -56,7 +50,6 @@ class SumOptions(NamedTuple):
     """Options for summing the gradients that ranks send for the rows of one table.
 
     Attributes:
-        dtype: the dtype of the sums, which is that of the table.
         columns: the number of columns in this rank's shard (d).
         padding_rows: ids of rows that get no gradient.
         scale: the factor by which sums are multiplied.
@@ -68,12 +61,8 @@ class SumOptions(NamedTuple):
     scale: float
 
 
-class RowGradient(PendingUpdate):
+class RowGradient:
     """The gradient of one table's rows, from the backward that computes it to the update that applies it.
-
-    Args:
-        table: the table.
-        grid: the grid of ranks on which the table is sharded.
 
     Attributes:
         batch: which rows each rank reads for the last batch. None once the gradient of another batch has been sent.
@@ -83,9 +72,9 @@ class RowGradient(PendingUpdate):
     """
 
     def __init__(self, table: Table, communicator: Communicator, launcher: Launcher, grid: Grid):
-        self._table, self._communicator = table, communicator
+        self._table, self._communicator, self._grid = table, communicator, grid
         self._launcher, self._recorder = launcher, launcher.recorder
-        self._grid, (self._row, _) = grid, grid.place(communicator.rank)
+        self._row, _ = grid.place(communicator.rank)
         local = table.local
         self._columns, self._dtype = local.shape[1], local.dtype  # cached, because they do not change
         self.batch: Routing | None = None
@@ -101,8 +90,8 @@ class RowGradient(PendingUpdate):
         self.batch, self.prior = batch, None
 
     def begin_backward(self) -> None:
-        """Begins a backward. Applies the rest of the last optimizer step's update, except the delayed parts, which are
-        applied later. The gradients of this backward are sent together unless `RowExchange.cut_batches` splits them.
+        """Begins a backward, whose gradients are sent together unless `RowExchange.cut_batches` splits them. Applies
+        the rest of the last optimizer step's update, except the delayed parts, which are applied later.
         """
         self.prior = None
         left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
@@ -127,11 +116,8 @@ class RowGradient(PendingUpdate):
         Args:
             launch: the id of the exchange, which tells which part of the gradient to send.
             rows: the gradients (U, D) of all rows that this rank has read.
-            ids: the ids of the rows that all ranks have read, in rank order.
-            counts: for each rank, how many rows it has read.
-            padding_rows: the rows that get no gradient.
-            table, name: unused, because this object belongs to one table.
-            scale: the factor by which summed gradients are multiplied.
+            ids, counts: the rows that all ranks have read, in rank order, and how many of them each rank has read.
+            padding_rows, scale: as in `SumOptions`.
 
         Returns:
             This object, which represents the gradient among the backward's outputs.
@@ -154,48 +140,41 @@ class RowGradient(PendingUpdate):
     def _submit_rows(self, launch: OperationId, rows: Tensor, routing: Routing) -> None:
         """Packs the gradients in `rows` that `routing` selects, and submits their exchange."""
         self._table.record(routing.held_ids, routing.all_ids)
-        ticket = self._launch(launch, _pack_columns(routing, rows), routing.counts_by_row, rows.shape[1])
-        self.parts[launch] = SentRows(ticket, routing)
+        flat, send = _pack_columns(routing, rows), self._communicator.send_gradients
+        self.parts[launch] = SentRows(self.submit(launch, send, flat, routing.counts_by_row), routing)
 
-    def all_to_all_gradients(
-        self, launch: OperationId, flat: Tensor, counts: Tensor, embedding_dim: int, *_: object
-    ) -> Ticket:
-        """Submits the exchange of all row gradients of a batch. Returns the ticket, for which the same backward waits.
-
-        Args:
-            flat: the gradients (U * D,), in blocks by receiving rank.
-            counts: for each rank, how many rows it has read.
+    def all_to_all_gradients(self, launch: OperationId, flat: Tensor, counts: Tensor, *_: object) -> Ticket:
+        """Submits the exchange of all row gradients of a batch, for which the same backward waits. `flat` (U * D,) has
+        them in blocks by receiving rank.
         """
         self._recorder.mark(compute_id("backward", launch.what))
-        return self._launch(launch, flat, counts_as_lists(counts), embedding_dim)
+        return self.submit(launch, self._communicator.send_gradients, flat, counts_as_lists(counts))
 
-    def _launch(self, launch: OperationId, flat: Tensor, counts: Counts, width: int) -> Ticket:
-        """Submits an AlltoAll of packed row gradients (`flat`). Returns the ticket to wait for.
+    def submit(self, launch: OperationId, send: Callable[..., InFlight], values: Tensor, counts: Counts) -> Ticket:
+        """Submits an AlltoAll of looked-up rows or of packed row gradients. Returns the ticket to wait for.
 
         Args:
-            counts: how many rows each rank reads.
-            width: the number of columns of the table.
+            send: the method of the communicator that launches the exchange.
+            values: the rows (M, d) of this rank's shard, or the gradients (U * D,).
+            counts: for each rank, how many rows it reads from each row of the grid of ranks.
         """
-        kept = counts[self._communicator.rank][self._row] * self._columns
+        kept, width = counts[self._communicator.rank][self._row] * self._columns, self._table.shape[1]
         return self._launcher.submit(
             launch,
-            lambda: self._communicator.send_gradients(flat, counts, width, LANE_GROUP[launch.lane]),
-            (flat.numel() - kept) * flat.element_size(),
+            lambda: send(values, counts, width, LANE_GROUP[launch.lane]),
+            (values.numel() - kept) * values.element_size(),
         )
 
     def deliver(self, absent: Collection[str], *, unreduced: bool) -> None:
-        """Sets the `.grad` of the table's parameters to this gradient, or adds it to a gradient that is already there.
-
-        Args:
-            absent: names of parameters that get no gradient from this backward.
-            unreduced: whether the gradient is only this rank's own, as under `no_sync`.
+        """Sets the `.grad` of the table's parameters, except those named in `absent`, to this gradient, or adds it to a
+        gradient that is already there. `unreduced` is whether it is only this rank's own, as under `no_sync`.
         """
         self._late = GradientFuture(self._make_wait())
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient and returns it split by parameter. The function has only weak
-        references to the table and the launcher, so that it does not keep the model alive.
+        """Returns a function that waits for the gradient and returns it split by parameter. The function does not keep
+        the model alive: it has only weak references to the table and the launcher.
         """
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
@@ -204,7 +183,8 @@ class RowGradient(PendingUpdate):
             """Waits for all parts of the gradient, and returns them split by parameter."""
             table, launcher = found(), by()
             if table is not None and launcher is not None:
-                arrived = _wait_out_of_order(parts, table, launcher, sums)
+                with launcher.flushing():  # rows of the next forward may come before these in the launch order
+                    arrived = _wait_for_parts(parts, table, launcher, sums)
             elif all(ticket.queue.draining for ticket, _ in parts):  # launches of an earlier plan have all completed
                 arrived = [sum_received(routing, ticket.wait(), sums) for ticket, routing in parts]
             else:
@@ -231,8 +211,8 @@ class RowGradient(PendingUpdate):
         return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
-        """Records that the optimizer has stepped, with its current options. Returns the update, which the next forward
-        applies.
+        """Records that the optimizer has stepped, with its current options. The next forward applies the update that
+        this returns.
         """
         self.step = self._table.begin_step()
         return self.step
@@ -257,16 +237,14 @@ class RowGradient(PendingUpdate):
     # -- the update ----------------------------------------------------------------------------------------------------
 
     def with_rows(self) -> tuple[SparseUpdate, Rows]:
-        """Waits for all parts of the gradient. Returns the optimizer step that applies the gradient, and the gradient's
-        ids and rows.
-        """
+        """Waits for all parts of the gradient. Returns the optimizer step that applies them, and their ids and rows."""
         assert self.step is not None
         rows, self.parts = self._wait_for_rest(), {}
         return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies the part of the gradient that `launch` identifies to the table. Returns `shard`, so that nodes that
-        read the result run after the update.
+        """Applies the part of the gradient that `launch` has sent. Returns `shard`, so that nodes that read the result
+        run after the update.
         """
         self.apply(launch)
         if self._recorder.segment is None:
@@ -274,15 +252,12 @@ class RowGradient(PendingUpdate):
         return shard
 
     def apply(self, launch: OperationId | None = None) -> None:
-        """Applies one part of the gradient to the table, or all remaining parts if `launch` is None. Uses the options
-        of the optimizer step that has used the gradient. With the last delayed part, also steps all rows without a
-        gradient.
+        """Applies the part of the gradient that `launch` has sent, or all remaining parts if `launch` is None, with the
+        options of the optimizer step that has used the gradient. With the last delayed part, also steps all rows
+        without a gradient.
 
         If no optimizer step has used the gradient yet, applies nothing. If, in this case, the part is not a delayed
         one, waits for the gradient, which stays in `.grad`.
-
-        Args:
-            launch: the id of the launch that has sent the part.
         """
         if self.step is None:
             if launch is not None and launch.part != "delayed":
@@ -308,15 +283,13 @@ class RowGradient(PendingUpdate):
 
     def _wait_for_rest(self) -> list[Rows]:
         """Waits for the parts that have not been applied yet. Returns the ids and gradient rows of each part."""
-        return _wait_out_of_order(self.parts.values(), self._table, self._launcher, self._sums)
+        with self._launcher.flushing():  # rows of the next forward may come before these in the launch order
+            return _wait_for_parts(self.parts.values(), self._table, self._launcher, self._sums)
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
-    """Packs gradients of rows into one flat tensor (U * D,), in blocks by receiving rank.
-
-    Args:
-        routing: which rows this rank has read, and the grid of ranks on which the table is sharded.
-        rows: the gradients (U', D) of all rows of the batch, from which those in `routing` are taken.
+    """Packs the gradients of the rows in `routing` into one flat tensor (U * D,), in blocks by receiving rank. `rows`
+    are the gradients (U', D) of all rows of the batch.
     """
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
@@ -327,12 +300,8 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
 
 
 def sum_received(routing: Routing, flat: Tensor, sums: SumOptions) -> tuple[Tensor, Tensor]:
-    """Sums the gradients that all ranks have sent for each row. Returns the ids (K,) of the rows and the sums (K, d).
-
-    Args:
-        routing: which rows each rank has read.
-        flat: the received gradients (M * d,).
-        sums: the options of the sum.
+    """Sums the gradients (M * d,) that all ranks have sent for each row. Returns the ids (K,) of the rows and the sums
+    (K, d).
     """
     flat = flat.to(sums.dtype)
     if routing.sums is None:
@@ -350,11 +319,3 @@ def _wait_for_parts(parts: Iterable[SentRows], table: Table, launcher: Launcher,
         table.record(ids, routing.held_ids)
         found.append((ids, rows))
     return found
-
-
-def _wait_out_of_order(parts: Iterable[SentRows], table: Table, launcher: Launcher, sums: SumOptions) -> list[Rows]:
-    """Waits for parts of a table's gradient, even if preceding launches have not been submitted yet. Returns the ids
-    and summed gradient rows of each part.
-    """
-    with launcher.flushing():  # rows of the next forward may come before the gradients in the launch order
-        return _wait_for_parts(parts, table, launcher, sums)
