@@ -35,12 +35,8 @@ class PendingGradient(Tensor):
     """The tensor in `.grad` while the gradient is still being reduced. Any use waits for the gradient first.
 
     Code that reads gradients between backward and step, such as clipping or logging, therefore works as with any model.
-    After the first use, `.grad` is an ordinary tensor.
-
-    Attributes:
-        late: the future that delivers this gradient together with the others of its bucket.
-        place: the index of this gradient in the future's result.
-        is_sparse: whether the gradient is sparse (COO).
+    After the first use, `.grad` is an ordinary tensor. The future `late` delivers the gradients of the whole bucket;
+    this one is at the index `place`.
     """
 
     late: GradientFuture[Tensor]
@@ -116,22 +112,20 @@ BucketExchange = Callable[[Tensor, str], InFlight]
 _Sent = tuple[Tensor, list[Ticket]]
 """A packed bucket, and its launches."""
 
-_Update = tuple[Optimizer, dict[str, Any], list[nn.Parameter]]
-"""A step of some parameters: the optimizer, the options of their group at that step, and the parameters."""
+_Update = tuple[Optimizer, dict[str, Any], nn.Parameter]
+"""A step of one parameter: the optimizer, the options of its group at that step, and the parameter."""
 
 
 class Bucket:
     """One bucket of dense gradients: its reduction in progress, and the optimizer steps that wait for it.
 
     Args:
-        names: the names of the bucket's parameters.
-        find: returns the parameters with these names.
+        find: returns the parameters with the given names.
 
     Attributes:
         parameters: the parameters of the last backward.
         sent: the packed gradients and the launches of their reduction, or None if none is in progress.
         updates: optimizer steps that are left to the next forward.
-        stepped: parameters whose optimizer step is left to the next forward, by `id`.
         late: the future that delivers the pending gradients in `.grad`, or None.
     """
 
@@ -141,7 +135,6 @@ class Bucket:
         self._names, self._find, self._launcher = names, find, launcher
         self.parameters: list[nn.Parameter] = []
         self.sent: _Sent | None = None
-        self.stepped: dict[int, nn.Parameter] = {}
         self.updates: list[_Update] = []
         self.late: GradientFuture[Tensor] | None = None
 
@@ -155,66 +148,39 @@ class Bucket:
         """Whether the bucket's reduction has ended and an optimizer step waits for it."""
         return bool(self.updates) and self.sent is not None and all(ticket.has_ended() for ticket in self.sent[1])
 
-    def take_reduction(self, flat: Tensor, tickets: list[Ticket]) -> None:
-        """Stores the bucket's reduction, which is still in progress, at the end of a backward.
-
-        Args:
-            flat: the packed gradients, which are being reduced in place.
-            tickets: the submitted launches to wait for.
-        """
-        # The previous step's reduction is still pending if no forward has read the parameters.
-        if self.sent is not None:
+    def take_reduction(self, sent: _Sent) -> None:
+        """Stores the bucket's reduction, which is still in progress, at the end of a backward."""
+        if self.sent is not None:  # the last step's reduction is still pending, because no forward reads the parameters
             self._finish()
-        self.parameters, self.sent = self._find(self._names), (flat, tickets)
+        self.parameters, self.sent = self._find(self._names), sent
 
     def deliver(self, without: Set[int]) -> None:
-        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when they are used.
-
-        Args:
-            without: the `id` of each parameter whose `.grad` is not set.
+        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when they are used. Leaves out
+        the parameters whose `id` is in `without`.
         """
-        assert self.sent is not None
-        found = PendingGradient.create_all(self.parameters, self._make_future(self.sent), sparse=self.sent[0].is_sparse)
+        sent, itself = self.sent, ref(self)
+        assert sent is not None
+
+        def wait() -> Sequence[Tensor]:
+            """Waits for the bucket's reduction, because one of its gradients is being read. Returns all of them."""
+            if (bucket := itself()) is None:
+                raise RuntimeError(GONE)
+            # Rows of the next forward may come before this bucket in the launch order.
+            with bucket._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
+                return bucket._finish() if bucket.sent is sent else bucket._wait_for_gradients(sent)
+
+        self.late = GradientFuture(wait)
+        found = PendingGradient.create_all(self.parameters, self.late, sparse=sent[0].is_sparse)
         for parameter, gradient in zip(self.parameters, found, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient
 
-    def _make_future(self, sent: _Sent) -> GradientFuture[Tensor]:
-        """Returns the future that delivers the bucket's gradients."""
-        itself = ref(self)
-
-        def wait() -> Sequence[Tensor]:
-            """Waits for the bucket's reduction, and returns its gradients."""
-            if (bucket := itself()) is None:
-                raise RuntimeError(GONE)
-            return bucket.wait_and_read(sent)
-
-        self.late = GradientFuture(wait)
-        return self.late
-
     def add_to_gradients(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to `.grad`.
-
-        Args:
-            without: the `id` of each parameter whose `.grad` does not change.
-        """
+        """Waits for the gradients, and adds them to `.grad`, except those whose parameter's `id` is in `without`."""
         gradients, self.sent = self._wait_for_gradients(self.sent), None
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if id(parameter) not in without:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    def wait_and_read(self, sent: _Sent) -> Sequence[Tensor]:
-        """Waits for the reduction `sent`, because one of its gradients is being read. Returns all gradients of the
-        bucket.
-        """
-        # Rows of the next forward may come before this bucket in the launch order.
-        with self._launcher.flushing(), torch._C.DisableTorchFunctionSubclass():
-            return self._finish() if self.sent is sent else self._wait_for_gradients(sent)
-
-    def defer_step(self, update: _Update) -> None:
-        """Leaves the optimizer step of some parameters to the next forward."""
-        self.updates.append(update)
-        self.stepped |= {id(parameter): parameter for parameter in update[2]}
 
     def wait(self) -> None:
         """Waits for the reduction. Does nothing if an optimizer step is left to the next forward, which then waits."""
@@ -236,10 +202,8 @@ class Bucket:
             self.sent = self.late = None
 
     def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
-        """Waits for the reduction, applies the optimizer steps that wait for it, and returns the gradients.
-
-        Args:
-            others: buckets to apply and finish together with this one.
+        """Waits for the reductions of this bucket and of `others`, applies the optimizer steps that wait for them, and
+        returns the gradients of this one.
         """
         buckets = (self, *others)
         landed = [bucket._wait_for_gradients(bucket.sent) for bucket in buckets]
@@ -248,7 +212,7 @@ class Bucket:
             if bucket.late is not None:
                 bucket.late.landed = found  # user code may still refer to the pending gradients
             updates += bucket.updates
-            bucket.sent, bucket.late, bucket.updates, bucket.stepped = None, None, [], {}
+            bucket.sent, bucket.late, bucket.updates = None, None, []
             for parameter, gradient in zip(bucket.parameters, found, strict=True):
                 given.append((parameter, gradient, parameter.grad))
                 parameter.grad = gradient
@@ -269,9 +233,9 @@ class Bucket:
 
 def _apply_updates(updates: Sequence[_Update]) -> None:
     """Applies optimizer steps. Parameters of one param group and step are updated together."""
-    merged: dict[int, _Update] = {}
-    for optimizer, options, parameters in updates:
-        merged.setdefault(id(options), (optimizer, options, []))[2].extend(parameters)
+    merged: dict[int, tuple[Optimizer, dict[str, Any], list[nn.Parameter]]] = {}
+    for optimizer, options, parameter in updates:
+        merged.setdefault(id(options), (optimizer, options, []))[2].append(parameter)
     groups: dict[int, tuple[Optimizer, list[dict[str, Any]]]] = {}
     for optimizer, options, parameters in merged.values():
         groups.setdefault(id(optimizer), (optimizer, []))[1].append({**options, "params": parameters})
@@ -315,8 +279,8 @@ class Buckets:
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the in-place AllReduce of `length` elements of a packed bucket, beginning at `start`. If the bucket
-        has a sparse exchange, submits that instead. Returns the ticket to wait for.
+        """Submits the in-place AllReduce of `length` elements of a packed bucket, from `start`, or the bucket's sparse
+        exchange if it has one. Returns the ticket to wait for.
         """
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse else flat.narrow(0, start, length)
@@ -329,17 +293,15 @@ class Buckets:
         )
 
     def submit_chunk(self, launch: OperationId, flat: Tensor, start: int, length: int, name: str) -> Tensor:
-        """Submits the reduction of `length` elements of a packed bucket, beginning at `start`. Returns `flat` without
-        waiting. Either `await_chunk` waits for the reduction, or `defer_bucket` leaves it to the next forward.
+        """Submits the reduction of `length` elements of a packed bucket, from `start`. Returns `flat` without waiting:
+        `await_chunk` waits for the reduction, or `defer_bucket` leaves it to the next forward.
         """
         self._recorder.mark(compute_id("backward", launch.what))
         self._submitted[launch] = self._launch(launch, flat, start, length)
         return flat
 
     def await_chunk(self, launch: OperationId, value: Any, name: str) -> Any:
-        """Waits for the reduction of a chunk of a bucket. Does nothing if its gradients have already been used or
-        dropped. Returns `value` unchanged.
-        """
+        """Waits for the reduction of a chunk, unless its gradients have been used or dropped. Returns `value`."""
         self._recorder.pause_segment()
         if (submitted := self._submitted.pop(launch, None)) is not None:
             self._launcher.wait(submitted)
@@ -354,19 +316,14 @@ class Buckets:
         self._submitted.clear()
 
     def defer_bucket(self, flat: Tensor, k: int) -> None:
-        """Ends a backward's work on bucket `k`. Its chunks have all been submitted, and are left in flight for the next
-        forward.
-        """
+        """Ends a backward's work on bucket `k`, whose chunks are left in flight for the next forward."""
         mine = [launch for launch in self._submitted if self._number[launch.what] == k]
-        self.all[k].take_reduction(flat, [self._submitted.pop(launch) for launch in mine])
+        self.all[k].take_reduction((flat, [self._submitted.pop(launch) for launch in mine]))
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Sets the `.grad` of the buckets' parameters to tensors that wait for the reduction when they are used. If any
-        of these parameters already has a gradient, waits for all reductions and adds their gradients instead.
-
-        Args:
-            numbers: indices of the buckets.
-            absent: parameters that get no gradient from this backward.
+        """Sets the `.grad` of the parameters of some buckets, except the `absent` ones, to tensors that wait for the
+        reduction when they are used. If any of these parameters already has a gradient, waits for all reductions and
+        adds their gradients instead.
         """
         without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
         gradients = [p.grad for bucket in buckets for p in bucket.parameters if id(p) not in without]
@@ -384,7 +341,7 @@ class Buckets:
     @property
     def pending_parameters(self) -> list[nn.Parameter]:
         """The parameters whose update has not been applied yet."""
-        return [parameter for bucket in self.all for parameter in bucket.stepped.values()]
+        return [parameter for bucket in self.all for *_, parameter in bucket.updates]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -393,10 +350,7 @@ class Buckets:
 
     def hide_late(self, optimizer: Optimizer, tables: Set[int]) -> dict[int, tuple[nn.Parameter, Tensor, Bucket]]:
         """Hides gradients from an optimizer's step, so that the step can be left to the next forward. This is possible
-        only if all gradients that the step would read are in flight.
-
-        Args:
-            tables: the `id` of each parameter that is a sharded table, to be ignored.
+        only if all gradients that the step would read are in flight. Ignores the parameters with an `id` in `tables`.
 
         Returns:
             A map from the `id` of each hidden parameter to (parameter, its hidden `.grad`, its bucket). The step skips
@@ -420,7 +374,8 @@ class Buckets:
                         # An assignment such as `p.grad *= 2` has put the pending gradient back.
                         parameter.grad = late.landed[n]
                     elif (found := bucket_of.get(id(late))) is not None and found.parameters[n] is parameter:
-                        bucket = found if id(parameter) not in found.stepped else None
+                        deferred = found.updates and any(parameter is each for *_, each in found.updates)
+                        bucket = None if deferred else found
                 if bucket is not None and (takes_any or not gradient.is_sparse):
                     hidden[id(parameter)] = parameter, gradient, bucket
                 else:
@@ -433,23 +388,18 @@ class Buckets:
         return hidden
 
     def step(self, optimizer: Optimizer, bucket_of: Mapping[int, Bucket]) -> None:
-        """Leaves the step of parameters whose gradients `hide_late` has hidden to the next forward. Stores the
-        optimizer's current options for it. Called after the optimizer has stepped all other parameters.
-
-        Args:
-            bucket_of: the `id` of each of these parameters -> its bucket.
+        """Leaves the step of the parameters that `hide_late` has found to the next forward, with the options of now.
+        Called after the optimizer has stepped all others. `bucket_of` maps the `id` of a parameter to its bucket.
         """
         for group in optimizer.param_groups:
-            options, by_bucket = hyperparameters(group), dict[int, tuple[Bucket, list[nn.Parameter]]]()
+            options = hyperparameters(group)
             for parameter in group["params"]:
                 if (bucket := bucket_of.get(id(parameter))) is not None:
-                    by_bucket.setdefault(id(bucket), (bucket, []))[1].append(parameter)
-            for bucket, parameters in by_bucket.values():
-                bucket.defer_step((optimizer, options, parameters))
+                    bucket.updates.append((optimizer, options, parameter))
 
     def _arrived_after(self, k: int) -> list[Bucket]:
-        """Returns the buckets that follow bucket `k` in the order in which the forward reads them. Stops before the
-        first bucket whose reduction has not ended, or for which no optimizer step waits.
+        """Returns the buckets that the forward reads after bucket `k`, up to the first whose reduction has not ended,
+        or for which no optimizer step waits.
         """
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):
