@@ -54,8 +54,7 @@ class CommPipeline:
     that were already sent for the next batch (early rows), and the updates that the next forward applies.
 
     Args:
-        exchanges: name of a table -> the exchange of its rows and gradients.
-        buckets: the plan's buckets of dense gradients.
+        exchanges: name of a table or joined table -> the exchange of its rows and gradients.
         looks_ahead: whether the next batch is known during a step, so that exchanges of rows are split in two.
         warn: called if the model is called with a batch other than the one that was prepared as its next batch.
         after_announcement: called in each step once all ranks have announced that they continue.
@@ -81,19 +80,14 @@ class CommPipeline:
         warn: Callable[[], None] = lambda: None,
         after_announcement: Callable[[], None] = lambda: None,
     ) -> None:
-        self.announcements = announcements
-        self.communicator = announcements.communicator
-        self.launcher = launcher
-        self.recorder = launcher.recorder
-        self.exchanges = exchanges
+        self.announcements, self.communicator = announcements, announcements.communicator
+        self.launcher, self.recorder = launcher, launcher.recorder
+        self.exchanges, self.buckets = exchanges, buckets
         self.of_table = {table.name: exchange for exchange in exchanges.values() for table in exchange.table.members}
-        self.buckets = buckets
         # Each has gradients in flight, which `.grad` refers to, or an update that an optimizer step has left to the
         # next forward, or neither.
         self._pending: tuple[RowGradient | Bucket, ...] = *(e.gradient for e in exchanges.values()), *buckets.all
-        self.looks_ahead = looks_ahead
-        self._warn = warn
-        self.after_announcement = after_announcement
+        self.looks_ahead, self.after_announcement, self._warn = looks_ahead, after_announcement, warn
         self._ahead: NextBatch | None = None
         # The next batch, from the forward's announcement until its ids are submitted.
         self._coming: NextBatch | None = None
@@ -108,15 +102,11 @@ class CommPipeline:
         self._forward, self._backward = (WHOLE_FORWARD, WHOLE_BACKWARD) if self.is_within_steps else (START, END)
 
     def make_clock(self) -> Clock:
-        """Makes a clock that times compute on this pipeline's device, for recordings."""
+        """Returns a new clock that times compute on this pipeline's device, for recordings."""
         return Clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Makes a queue for launches of collectives on this pipeline's device.
-
-        Args:
-            at_once: the number of launches that may be in flight at the same time.
-        """
+        """Returns a new queue of collectives on this pipeline's device, of which `at_once` may be in flight."""
         return LaunchQueue(recorder, at_once=at_once)
 
     # -- the forward ---------------------------------------------------------------------------------------------------
@@ -128,7 +118,6 @@ class CommPipeline:
         name, and the variant of the forward, which is the same on all ranks.
 
         Args:
-            program: finds the rows that a batch reads.
             leaves: the flattened batch.
             following: the next batch, or None if it is not known.
             absent: function that returns the launches that a variant of the forward does not make.
@@ -191,9 +180,7 @@ class CommPipeline:
         return ahead
 
     def _arrival(self) -> Arrival:
-        """Returns which rows the last backward has sent: "cut" if it has sent the early rows of this batch, "other" if
-        it has sent early rows of another batch, "whole" if it has sent no rows.
-        """
+        """Returns whether the last backward has sent early rows of this batch ("cut"), of another one, or no rows."""
         cut, self._has_cut = self._has_cut, False
         if cut:
             return "cut"
@@ -206,26 +193,19 @@ class CommPipeline:
         self.recorder.begin_segment(self._forward)
 
     def _wait_for_unstepped(self) -> None:
-        """Waits for in-flight row gradients that no optimizer step has used yet. In the launch order, they precede the
-        launches of this forward.
-        """
+        """Waits for row gradients that no optimizer step has used yet, which precede this forward in the order."""
         for exchange in self.exchanges.values():
             if exchange.gradient.waiting:
                 with self.launcher.flushing():
                     exchange.gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of each table that the next batch reads. Runs before that batch's own step.
-
-        Args:
-            program: finds the rows that a batch reads.
-            leaves: the flattened next batch.
-        """
+        """Finds the rows of each table that the next batch, given flattened, reads, before that batch's own step."""
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a graph node to a replacement for the kernel of its op, or to None if the kernel
-        is not replaced. In this base class, it maps every node to None.
+        """Returns a function that maps a graph node to a replacement for its op's kernel, or to None. Here there are
+        none.
         """
         return lambda node: None
 
@@ -249,11 +229,8 @@ class CommPipeline:
         self.recorder.mark(self._forward)
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Returns the variant of the next backward, which is the same on all ranks.
-
-        Args:
-            program: finds the rows that a batch reads.
-            values: the saved values of the batch's forward, by name.
+        """Returns the variant of the next backward, which is the same on all ranks. `values` are the saved values of
+        its forward, by name.
         """
         if not self.looks_ahead:
             return BackwardVariant()
@@ -270,12 +247,12 @@ class CommPipeline:
         return BackwardVariant(self._left, coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
-        """Begins a window, which is a backward and the next forward, and allows its launches.
+        """Begins a window, which is a backward and the next forward.
 
         Args:
             gate: the barrier that completes once all ranks have entered this backward. Nothing is launched before. None
                 if launches need not wait.
-            absent: ids of the launches that this backward does not make.
+            absent: the launches that this backward does not make.
         """
         self.awaits_ids = True
         self.launcher.open_window(held=gate is not None)
@@ -284,11 +261,8 @@ class CommPipeline:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Begins a backward: applies the pending optimizer updates that no node of the backward applies.
-
-        Args:
-            program: finds the rows that a batch reads. Nodes of the backward can update the tables in its `routes`.
-            variant: the variant of the backward.
+        """Begins a backward: applies the pending optimizer updates that no node of the backward applies. Nodes can
+        update the tables in the program's `routes`.
         """
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
@@ -319,9 +293,7 @@ class CommPipeline:
         self._forget_rows()
 
     def give_up_backward(self) -> None:
-        """Resets the pipeline after a failed backward. The launches of the backward must have been submitted or dropped
-        on all ranks.
-        """
+        """Resets the pipeline after a failed backward, whose launches all ranks have submitted or dropped."""
         self._ahead = None
         self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
@@ -369,17 +341,13 @@ class CommPipeline:
                 bucket.apply()
 
     def apply(self) -> None:
-        """Applies all pending updates of optimizer steps. Does not wait until all preceding launches have been
-        submitted.
-        """
+        """Applies all pending updates of optimizer steps."""
         with self._any_order():
             for each in self._pending:
                 each.apply()
 
     def wait(self) -> None:
-        """Waits for in-flight gradients that no optimizer step has used yet, because the caller is about to read or
-        change them.
-        """
+        """Waits for in-flight gradients that no optimizer step has used yet, so that the caller can use them."""
         for each in self._pending:
             if each.waiting:
                 with self._any_order():
@@ -392,22 +360,18 @@ class CommPipeline:
 
     @contextlib.contextmanager
     def _any_order(self) -> Iterator[None]:
-        """Opens a context in which a wait for a launch does not require that all preceding launches have been
-        submitted.
-        """
+        """Opens a context in which a launch that is awaited may be made before preceding ones are submitted."""
         with outside_of_modes(), self.launcher.flushing():
             yield
 
     def before_writes(self) -> None:
-        """Prepares for writes to parameters by the caller. Before the next forward uses rows that were sent early, it
-        compares them with the table, and sends all rows again if any differ.
+        """Prepares for writes to parameters by the caller: the next forward compares rows that were sent early with the
+        table, and sends all rows again if any differ.
         """
         self._handed_out = True
 
     def resend_rows(self) -> None:
-        """Invalidates rows that were sent early, so that they are sent again. Called when the optimizer state from
-        which they were predicted has changed.
-        """
+        """Invalidates rows that were sent early, because the optimizer state that predicted them has changed."""
         self._valid = False
 
     def expect_no_batch(self) -> None:
@@ -415,9 +379,7 @@ class CommPipeline:
         self._ahead = None
 
     def finish_pending(self) -> None:
-        """Prepares for a call of the model that does not use the pipeline: applies pending updates, waits for
-        gradients, and drops rows that were sent early.
-        """
+        """Prepares for a call of the model that does not use the pipeline: leaves nothing pending or sent early."""
         self.apply()
         self.wait()
         self._ahead = None
@@ -439,12 +401,8 @@ class CommPipeline:
 def within_steps(
     announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
 ) -> CommPipeline:
-    """Makes a pipeline for steps without overlap. Each collective is launched immediately and awaited in the same step.
-
-    Args:
-        announcements: the handshake by which ranks agree at the start of each step.
-        make: the class of pipeline for the model's device.
-        recorder: records the compute, collectives and waits of the steps, or None to use a new recorder.
+    """Returns a new pipeline, of the class `make`, for steps without overlap: each collective is launched immediately
+    and awaited in the same step.
     """
     launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
     buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})

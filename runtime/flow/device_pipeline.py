@@ -25,12 +25,7 @@ from embrace_fx.vocabulary.ops import op_name
 
 
 class DevicePipeline(CommPipeline):
-    """Runs the communication of a model's steps on a CUDA device.
-
-    Args:
-        arguments, options: the arguments of the base class.
-        streams: the CUDA streams of the device.
-    """
+    """Runs the communication of a model's steps on the CUDA streams of a device."""
 
     exchanges_at_once = True
 
@@ -38,25 +33,22 @@ class DevicePipeline(CommPipeline):
         super().__init__(*arguments, **options)
         self.shares_failures = False  # a host that fails does not know which launches its device has reached
         self._streams = streams
-        # Recorded once the last forward's ids are computed; None before the first forward.
-        self._ids_known: Event = None
+        self._ids_known: Event = None  # recorded once the last forward's ids are computed
 
     def make_clock(self) -> Clock:
-        """Makes a clock that times compute with events on CUDA streams, for recordings."""
+        """Returns a new clock that times compute with events on CUDA streams, for recordings."""
         return self._streams.clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Makes a queue that launches collectives on CUDA streams. If a rank has to launch out of the planned order,
-        the queues of all ranks agree on the order. Collective.
+        """Returns a new queue that launches collectives on CUDA streams. If a rank has to launch out of the planned
+        order, the queues of all ranks agree on the order. Collective.
         """
         queue = StreamQueue(recorder, self._streams, self.communicator.channels(device))
         self.communicator.run_periodically(queue.agree_on_order)
         return queue
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
-        """Finds the rows of each table that the next batch reads, on the CUDA stream for ids. Runs before that batch's
-        own step.
-        """
+        """Finds the rows of each table that the next batch reads, as in the base class, on the CUDA stream for ids."""
         streams = self._streams
         there = streams.record("batch ready")
         with streams.on("ids", "unique rows"):
@@ -67,9 +59,7 @@ class DevicePipeline(CommPipeline):
             return DeviceBatch(program, leaves, values, of_tables, streams)
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a graph node to a replacement for the kernel of its op, or to None if the kernel
-        is not replaced.
-        """
+        """Returns a function that maps a graph node to a replacement for its op's kernel, or to None."""
         if self.communicator.world_size == 1 and runs_without_counts(graph):
             return SingleProcessRows(self._streams, tables).kernel
         return lambda node: self._coalesce if op_name(node) == "embrace::coalesce" else None
@@ -77,9 +67,7 @@ class DevicePipeline(CommPipeline):
     def _coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Sums gradient rows with equal ids, and multiplies the sums by `scale`. Returns [ids, sums]. The host waits
-        until the number of sums is known, but not for the backward.
-        """
+        """Runs the op `coalesce`. The host waits until the number of sums is known, but not for the backward."""
         streams = self._streams
         with streams.on("ids", "places of sums"):
             streams.wait(self._ids_known)
@@ -96,9 +84,7 @@ class DevicePipeline(CommPipeline):
         super()._begin_compute()
 
     def before_writes(self) -> None:
-        """Prepares for writes to parameters by the caller. Rows that were sent early are always sent again, because
-        comparing them with the table would block the host.
-        """
+        """Has rows that were sent early sent again, because comparing them with the table would block the host."""
         self.resend_rows()
 
 
@@ -106,8 +92,6 @@ _NO_TABLES = torch.empty(0, device="cpu")
 
 
 def choose_pipeline(device: torch.device) -> Callable[..., CommPipeline]:
-    """Returns the class of pipeline for models on a device. For a CUDA device, its argument `streams` is already
-    bound.
-    """
+    """Returns the class of pipeline for models on a device."""
     streams = choose_streams(device)
     return CommPipeline if streams is None else partial(DevicePipeline, streams=streams)

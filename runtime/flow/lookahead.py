@@ -33,8 +33,7 @@ class Lookahead:
     """
 
     def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
-        self._at_end = at_end
-        self._recorder = recorder
+        self._at_end, self._recorder = at_end, recorder
         self._active: Callable[[], Any] = lambda: None
         # The flattened batches. Their tensors are those of the loader, even if the loop puts others in a batch.
         self._current_flat = self._coming_flat = _NOTHING
@@ -53,9 +52,7 @@ class Lookahead:
         return active is not None and active.gi_frame is not None
 
     def warn_of_other_batch(self) -> None:
-        """Warns that the model was called with a batch other than the one that the loader yielded. Only the first call
-        warns.
-        """
+        """Warns, once, that the model was called with a batch other than the one that the loader yielded."""
         if not self._warned:
             warnings.warn(
                 "the model was called with a batch that lookahead() did not yield, or that was moved or modified "
@@ -119,23 +116,19 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Records the time since the last call of the model. Attributes it to the training loop's own code if a
-        lookahead is active, and to the data loader otherwise.
+        """Records the time since the last call of the model, as that of the training loop's own code if a lookahead is
+        active, and of the data loader otherwise.
         """
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 
     def following(self, leaves: Sequence[Any], *, farthest: bool = False) -> list[Any] | None:
-        """Predicts the flattened arguments of the model's next call. They are the arguments of this call, in which each
-        tensor of the current batch is replaced by the corresponding tensor of the next batch.
+        """Predicts the flattened arguments of the model's next call, or of the `farthest` one, which is `batches` calls
+        later. They are the arguments of this call (`leaves`), with each tensor of the current batch replaced by the
+        corresponding one of that batch.
 
-        Args:
-            leaves: the flattened arguments of this call.
-            farthest: whether to predict the arguments of the call that is `batches` calls later instead.
-
-        Returns:
-            The arguments. None if the next batch is not known or has another structure, or if this call has tensors
-            that are not in its batch.
+        Returns None if the batch is not known or has another structure, or if this call has tensors that are not in its
+        batch.
         """
         if not self.known:
             return None

@@ -56,15 +56,13 @@ class IdsProgram:
 
     Attributes:
         unique: runs the unique phase on a flattened batch. Returns its values.
-        unique_on_device: runs the unique phase on a flattened batch, and pads each table's unique rows to the number of
-            the table's ids. Returns the phase's values, and the number of unique rows of each table.
-        rows_of_batch: takes the values of the unique phase. Returns the unique rows of each table, which are sent to
-            all ranks.
+        unique_on_device: as `unique`, but pads each table's unique rows to the number of the table's ids. Returns also
+            the number of unique rows of each table.
+        rows_of_batch: takes the values of the unique phase. Returns the unique rows of each table.
         routing: function of (values of the unique phase, result of `unpack_ids`) that runs the ids phase. Adds the
             values of the ids phase to its first argument.
-        tables: names of the tables, in the order of the result of `rows_of_batch`.
-        num_rows: the number of rows of each of the tables.
-        spaces: name of a joined table (several tables stored as one) -> its description.
+        tables, num_rows: the names and the numbers of rows of the tables.
+        spaces: name of a joined table -> its description.
         routes: name of a table -> names of two values: the ids that all ranks read, and how many of them each rank
             reads.
         paddings: name of a table -> its rows that get no gradient.
@@ -90,11 +88,7 @@ class IdsProgram:
         self.routing(values, unpack_ids(packed, len(self.tables), len(packed)))
 
     def bad_id(self, unique: Sequence[Tensor]) -> str | None:
-        """Describes an id of a batch that is outside of its table. Returns None if all ids are valid.
-
-        Args:
-            unique: the result of `rows_of_batch`.
-        """
+        """Describes an id among a batch's `unique` rows that is outside of its table, or returns None."""
         return describe_bad_id(unique, self.tables, self.num_rows, self.spaces)
 
 
@@ -102,7 +96,6 @@ class NextBatch:
     """The batch of the model's next call, with the unique rows that it reads and the exchange of its ids.
 
     Args:
-        program: finds the rows that a batch reads.
         leaves: the flattened batch.
         counts: (T,) on the device, the number of unique rows of each table. None if the rows are not padded.
 
@@ -111,9 +104,9 @@ class NextBatch:
             ranks.
         unique: for each table, the rows that the batch reads. On a device, they are padded until `route` is called.
         ticket: the submitted exchange of the ids, to wait for.
+        routed: whether `route` has been called.
         usable: False if an id of any rank is known to be invalid.
-        cuts: table -> the routings of (the previous batch's rows that this batch reads too, this batch's rows that the
-            previous one does not read). Empty until they are known.
+        cuts: table -> the result of the function `cut_batches`. Empty until it is known.
         announced: for each rank, the maximum number of rows that it reads of each table.
         current: table -> which rows each rank reads for the previous batch.
     """
@@ -121,12 +114,10 @@ class NextBatch:
     def __init__(
         self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor | None = None
     ) -> None:
-        self.program = program
-        self.values = values
+        self.program, self.values = program, values
         self.unique = program.rows_of_batch(values)
         self.ticket: Ticket | None = None
-        self.routed = False
-        self.usable = True
+        self.routed, self.usable = False, True
         self.cuts: Mapping[str, tuple[Routing, Routing]] = {}
         self.announced: Sequence[Sequence[int]] = ()
         self.current: dict[str, Routing] = {}
@@ -136,11 +127,8 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch has the same tensors as this batch, and none of them has been written
-        since. Compares only the tensors from which ids are computed.
-
-        Args:
-            leaves: the flattened batch to compare.
+        """Returns whether a flattened batch has the tensors from which this batch's ids were computed, and none of them
+        has been written since.
         """
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
@@ -148,9 +136,7 @@ class NextBatch:
         return not self._seen.written()
 
     def sizes(self) -> list[int]:
-        """Returns, for each table, how many unique rows the batch reads. Returns -1 for every table if any id is
-        invalid.
-        """
+        """Returns how many unique rows the batch reads of each table, or -1 for every table if any id is invalid."""
         if self.program.bad_id(self.unique) is not None:
             return [-1] * len(self.unique)
         return [*map(Tensor.numel, self.unique)]
@@ -170,20 +156,12 @@ class NextBatch:
         return communicator.gather_rows_read(self.unique, self.announced, self.program.num_rows, group, self._counts)
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether all ids of all ranks' batches are valid. Always True here, because ranks announce invalid
-        ids, and such batches are not prepared.
-
-        Args:
-            wait: waits for a submitted exchange.
-        """
+        """Returns whether all ranks' ids are valid. Always True here, because ranks announce invalid ids."""
         return True
 
     def route(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Waits for the ids of all ranks, and computes which rows each rank reads. Only the first call does this.
-        Returns whether the batch is usable, which means that all ids are valid.
-
-        Args:
-            wait: waits for a submitted exchange.
+        """Waits for the ids of all ranks, by the function `wait`, and computes which rows each rank reads. Only the
+        first call does this. Returns whether all ids are valid.
         """
         if not self.routed:
             assert self.ticket is not None
@@ -197,11 +175,7 @@ class NextBatch:
 
 
 class DeviceBatch(NextBatch):
-    """The next batch of a model on a device, prepared on the CUDA stream for ids.
-
-    Args:
-        counts: (T,) the number of unique rows that this rank reads of each table.
-    """
+    """The next batch of a model on a device, prepared on the CUDA stream for ids."""
 
     def __init__(self, program: IdsProgram, leaves: Sequence[Any], values: Values, counts: Tensor, streams: Streams):
         super().__init__(program, leaves, values, counts)
@@ -223,10 +197,8 @@ class DeviceBatch(NextBatch):
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Waits for the copies that `copy_rows` has started. Returns the ids of the rows that the batch reads, on the
-        host, by name of their table. Leaves out tables with an invalid id.
-
-        The ids of a table may end with an additional 0 from the padding.
+        """Waits for the copies that `copy_rows` has started, and returns them as in the base class. Leaves out tables
+        with an invalid id. The ids of a table may end with an additional 0 from the padding.
         """
         self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
@@ -234,16 +206,16 @@ class DeviceBatch(NextBatch):
         return {table: of[: count + 1] if count < len(of) else of for table, of, count in found if count >= 0}
 
     def sizes(self) -> list[int]:
-        """Returns, for each table, the maximum number of rows that the batch can read."""
+        """Returns the maximum number of rows that the batch can read of each table."""
         return [*map(Tensor.numel, self.unique)]
 
     def may_be_used(self, wait: Callable[[Ticket], Tensor]) -> bool:
-        """Returns whether all ids of all ranks' batches are valid. The host learns this from the exchanged ids."""
+        """Returns whether all ranks' ids are valid, which the host learns from the exchanged ids."""
         return self.route(wait)
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
-        """Starts exchanging the batch's ids with all ranks, splits the rows of the previous batch and this one, and
-        starts copying the sizes of the parts to the host. All of this runs on the CUDA stream for ids.
+        """Starts exchanging the batch's ids, splitting the rows of the previous batch and this one, and copying the
+        sizes of the parts to the host. All of this runs on the CUDA stream for ids.
         """
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
@@ -304,10 +276,8 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Removes the padding from this rank's unique rows. Marks their tensors as used by the compute stream.
-
-        Args:
-            counts: for each table, the number of unique rows without padding.
+        """Cuts this rank's unique rows of each table to their `counts`, and marks their tensors as used by the compute
+        stream.
         """
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
@@ -349,7 +319,6 @@ def announce_batch(
         rows: for each table, the unique rows that this rank reads. Only their numbers are announced.
         coming: for each table, the number of rows that the next batch reads, or None if the next batch is not known.
         failure: the reason why this rank cannot use its batch, or None.
-        found: whether the batch is the one that was prepared.
 
     Raises:
         PeerFailure: a rank cannot continue. Raised on every rank.
@@ -372,11 +341,8 @@ def announce_batch(
 def read_batch(
     announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]
 ) -> tuple[Values, list[Tensor], str | None]:
-    """Finds the unique rows that a flattened batch reads.
-
-    Returns:
-        The values computed from the batch's ids, by name; the unique rows of each table; and a description of an
-        invalid id, or None if all ids are valid.
+    """Returns the values that are computed from the ids of a flattened batch, the unique rows of each table, and
+    the description of an invalid id, if there is one.
 
     Raises:
         PeerFailure: this rank cannot compute the rows. The other ranks raise it too, at their announcement.

@@ -36,17 +36,14 @@ class Routing:
     ranks in one column of the grid have the same columns.
 
     Args:
-        rank: the index of this rank.
-        places: (U,) the positions of this rank's rows in its whole batch. None if the routing has all rows of the
-            batch.
+        places: (U,) the positions of this rank's rows in its whole batch. None if the routing has all of them.
 
     Attributes:
         ids: (R,) the ids that all ranks read, in rank order.
-        all_ids: the ids of all rows of the batch, even if this routing has only some of them.
         counts: for each rank, how many of the ids it reads.
         whole: the routing of the whole batch if this routing has only some of its rows, otherwise None.
-        sums: a pair of the unique ids and, for each row, the index of its id among them. Gradients with the same index
-            are summed. None to compute the pair when the gradients arrive.
+        all_ids: the ids of the whole batch.
+        sums: how gradients of equal ids are summed. None to compute it when the gradients arrive.
         owner: (R,) the rank that reads each row, if this is known only on the device. None if it follows from `counts`.
         rest: function that returns the routings of the batch's other rows, one for each piece in which they are sent.
         held_ids: (M,) the part of `ids` whose rows are in this rank's shard, in rank order.
@@ -66,8 +63,8 @@ class Routing:
         sums: Sums | None = None,
         owner: Tensor | None = None,
     ) -> None:
-        self.ids, self.counts, self.whole, self.sums, self.owner = ids, counts, whole, sums, owner
-        self.grid, self.rank = grid, rank
+        self.ids, self.counts, self.grid, self.rank = ids, counts, grid, rank
+        self.whole, self.sums, self.owner = whole, sums, owner
         self.all_ids = ids if whole is None else whole.ids
         self.rest: Callable[[], Sequence[Routing]] = tuple
         self.held_ids, self.own_positions = ids, places
@@ -81,11 +78,8 @@ class Routing:
         self.own_positions = order if places is None else places.index_select(0, order)
 
     def select(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
-        """Returns the routing of only those rows that a mask (R,) selects.
-
-        Args:
-            but: routings that together contain all other rows, if known. With them, the host reads no size from the
-                device.
+        """Returns the routing of only those rows that a mask (R,) selects. If routings `but` that together have all
+        other rows are given, the host reads no size from the device.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # the host reads the number of each rank's rows once
@@ -99,10 +93,9 @@ class Routing:
     def split_pieces(
         self, places: Tensor, counts: Sequence[tuple[int, ...]], sums: Sequence[Sums] = ()
     ) -> list[Routing]:
-        """Divides some rows of this routing into consecutive pieces, and returns the routing of each piece.
+        """Divides the rows at `places` (R',) into consecutive pieces, and returns the routing of each piece.
 
         Args:
-            places: (R',) the positions of the rows to divide.
             counts: for each piece, how many of its rows each rank reads.
             sums: for each piece, how gradients of equal ids are summed. Empty if this is not known.
         """
@@ -126,8 +119,6 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
 
     Args:
         current, following: which rows each rank reads for this batch and for the next one.
-        isin: returns a mask of the ids in its first argument that are also in its second.
-        chunks: the number of pieces in which delayed gradients are sent.
 
     Returns:
         The routings of (this batch's prior rows, the next batch's early rows). Prior rows are those that the next batch
@@ -143,7 +134,7 @@ def cut_batches(current: Routing, following: Routing, isin: IsIn, chunks: int) -
     delayed = list[Routing]()
 
     def split_delayed() -> list[Routing]:
-        """Returns the routing of each piece of the delayed rows. Computes them in the first call only."""
+        """Returns the routing of each piece of the delayed rows, computed at the first call."""
         if not delayed:
             for k, mask in enumerate(split_in_chunks(current.ids, ~is_prior, chunks), 1):
                 delayed.append(current.select(mask, but=[prior, *delayed] if k == chunks else None))
@@ -161,17 +152,14 @@ IsIn = Callable[[Tensor, Tensor], Tensor]
 
 
 def membership(num_rows: int, device: torch.device) -> IsIn:
-    """Returns a function of two tensors of a table's row ids. It returns a mask of the ids in the first tensor that are
-    also in the second.
-
-    The function marks the second tensor's ids in a buffer with one entry for each row, and one for padding. For a large
-    table on the CPU, it sorts the second tensor instead.
+    """Returns a function that marks those of a table's row ids that are among others. It marks the others in a buffer
+    with one entry for each row, and one for padding. For a large table on the CPU, it sorts the others instead.
     """
     is_marked = device.type != "cpu" or num_rows <= MOST_MARKED
     marks = torch.zeros((num_rows + 1 if is_marked else 0,), dtype=torch.bool, device=device)
 
     def isin(ids: Tensor, others: Tensor) -> Tensor:
-        """Returns a mask of the `ids` that are in `others`."""
+        """Marks the `ids` that are in `others`."""
         if not is_marked:
             ordered = torch.cat([others.sort().values, others.new_full((1,), num_rows)])
             return ordered[torch.searchsorted(ordered[:-1], ids)] == ids
@@ -184,8 +172,7 @@ def membership(num_rows: int, device: torch.device) -> IsIn:
 
 
 def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
-    """Divides the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each
-    part.
+    """Divides the ids (R,) that a mask (R,) selects into `chunks` parts of about equal size. Returns a mask for each.
 
     Equal ids are in the same part, because a row whose gradients arrived in two parts would be updated twice.
     """
@@ -201,10 +188,8 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (R,) int64 for rows in rank order: the rank of each row, and the row's index among the rows
-    of its rank. Rank r has `sizes[r]` rows.
-
-    The tensors are cached; do not write to them.
+    """Returns two tensors (R,) int64 for rows in rank order, of which each rank has `sizes`: the rank of each row, and
+    the row's index among the rows of its rank. They are cached; do not write to them.
     """
     owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
@@ -212,9 +197,7 @@ def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _delayed_bounds(num_rows: int, device: torch.device) -> Tensor:
-    """Returns a tensor with the smallest sort key of delayed rows (0) and the end of their range (`num_rows`). Rows
-    that are not delayed have negative keys. The tensor is cached; do not write to it.
-    """
+    """Returns the range of the sort keys of delayed rows, [0, num_rows]. The tensor is cached; do not write to it."""
     return torch.arange(0, 2 * num_rows, num_rows, device=device)
 
 
@@ -244,8 +227,7 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
         packed: (N, T + M), one row for each of N ranks. It contains the rank's number of ids in each of T tables,
             followed by the ids of each table, padded to the table's capacity.
         capacities: for each rank, the number of ids to which each table is padded.
-        table: the index of the table.
-        num_rows: the number of the table's rows.
+        table, num_rows: the index of the table, and the number of its rows.
     """
     starts = [len(of_rank) + sum(of_rank[:table]) for of_rank in capacities]
     of_table = tuple([of_rank[table] for of_rank in capacities])
@@ -265,9 +247,8 @@ class SplitAhead:
     second sort by part and id puts rows whose gradients are summed next to each other.
 
     Args:
-        current: the routing of the batch whose rows have been sent.
-        following: the padded routing of the next batch.
-        isin: returns a mask of the ids in its first argument that are also in its second. Used only on this stream.
+        current, following: which rows each rank reads for this batch and for the next one.
+        isin: the result of `membership`, used only on this stream.
         num_rows: the number of the table's rows.
         chunks: the number of pieces in which delayed gradients are sent.
         padding_rows: the rows that get no gradient.
@@ -319,12 +300,10 @@ class SplitAhead:
         return [self._following.ids, self._following.owner, self._ahead, self._places, self._sums, self._ids]
 
     def cut_batches(self, ids: Tensor, counts: tuple[int, ...], sizes: Sequence[int]) -> tuple[Routing, Routing]:
-        """Returns the routings of this batch's prior rows and the next batch's early rows, like the function
-        `cut_batches`.
+        """Returns the routings that the function `cut_batches` returns.
 
         Args:
-            ids: the ids that all ranks read for the next batch.
-            counts: how many of these ids each rank reads.
+            ids, counts: the ids that all ranks read for the next batch, and how many of them each rank reads.
             sizes: the values of the tensor `self.sizes`, copied to the host.
         """
         current, ranks, chunks = self._current, self._ranks, self._chunks
@@ -348,10 +327,8 @@ class SplitAhead:
 
 
 def _chunk_bounds(ordered: Tensor, chunks: int) -> Tensor:
-    """Returns the sort keys (chunks - 1,) at which delayed rows are divided into chunks of about equal size.
-
-    Args:
-        ordered: the sort keys of all rows, ascending; negative for rows that are not delayed.
+    """Returns the sort keys (chunks - 1,) at which delayed rows are divided into chunks of about equal size, given the
+    sort keys of all rows, ascending, which are negative for rows that are not delayed.
     """
     if not ordered.numel():
         return ordered.new_zeros(chunks - 1)

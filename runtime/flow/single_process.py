@@ -10,7 +10,7 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,30 +24,9 @@ from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import Saved, TrainingGraph, inputs_of
 from embrace_fx.vocabulary.ops import op_name
 
-_READERS = frozenset(
-    {
-        *("embrace::all_gather_ids", "embrace::lookup", "embrace::coalesce"),
-        *("embrace::all_to_all_rows", "embrace::all_to_all_gradients"),
-    }
-)
+_READER_OPS = ("all_gather_ids", "lookup", "coalesce", "all_to_all_rows", "all_to_all_gradients")
+_READERS = frozenset(f"embrace::{op}" for op in _READER_OPS)
 """What may read unique rows, or their counts, as long as the batch has ids."""
-
-
-class _PendingCounts:
-    """Numbers of unique rows that are being copied from a device to the host.
-
-    Args:
-        counts: the numbers, as 0-d int64 tensors on the device.
-    """
-
-    def __init__(self, streams: Streams, counts: Sequence[Tensor]) -> None:
-        self._streams, self._copy = streams, streams.to_host(torch.stack([*counts]))
-        self._counted = streams.record("rows counted")
-
-    @cached_property
-    def numbers(self) -> list[int]:
-        """The numbers on the host. The first access waits for the copy."""
-        return self._streams.read(self._counted, self._copy)
 
 
 class SingleProcessRows:
@@ -59,6 +38,8 @@ class SingleProcessRows:
 
     def __init__(self, streams: Streams, tables: Mapping[str, Member]) -> None:
         self._streams, self._tables = streams, tables
+        # Unique rows -> their number on the device; once it is being copied to the host, (function that reads the
+        # numbers of all tables, index of this table, its name, its number of rows).
         self._counts: Any = WeakTensorKeyDictionary()
 
     def kernel(self, node: fx.Node) -> Callable[..., Any] | None:
@@ -70,12 +51,13 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    """Returns the unique ids of this process, because there are no other ranks. Starts copying their
-                    number to the host.
+                    """Returns this process's unique ids, as there is no other rank. Starts copying their number to the
+                    host.
                     """
-                    counted = _PendingCounts(self._streams, [self._counts[rows] for rows in unique])
+                    copy = self._streams.to_host(torch.stack([self._counts[rows] for rows in unique]))
+                    read = cache(partial(self._streams.read, self._streams.record("rows counted"), copy))
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):
-                        self._counts[rows] = (counted, k, *of_table)
+                        self._counts[rows] = (read, k, *of_table)
                     return list(unique)
 
                 return all_gather_ids
@@ -90,9 +72,7 @@ class SingleProcessRows:
         return None
 
     def unique_ids(self, ids: Sequence[Tensor], num_rows: int, padding_idx: int) -> list[Tensor]:
-        """Runs the op `unique_ids`. Pads the unique ids, so that the host knows their tensor's size without waiting for
-        the device.
-        """
+        """Runs the op `unique_ids`, with padding, so that the host knows the size of the unique ids without waiting."""
         rows, count, where = padded_unique_ids(ids, num_rows, padding_idx)
         self._counts[rows] = count
         return [rows, *where]
@@ -100,23 +80,15 @@ class SingleProcessRows:
     def coalesce(
         self, ids: Tensor, flat: Tensor, columns: int, padding_rows: Sequence[int], scale: float
     ) -> list[Tensor]:
-        """Runs the op `coalesce` for padded unique ids: removes padding entries, and the padding row, which comes
-        first. Returns [ids, gradient rows times `scale`].
+        """Runs the op `coalesce` for padded unique ids: removes the padding, and the padding row, which comes first.
 
         Raises:
             PeerFailure: the batch has an id outside of the table.
         """
-        counted, k, table, num_rows = self._counts[ids]  # not removed, because another backward may follow
-        count = counted.numbers[k]
-        if count < 0:
-            raise PeerFailure(
-                {
-                    0: (
-                        f"a lookup in {table} got an id outside of the table: ids go from 0 to {num_rows - 1}. Check "
-                        "the batch, or give the table more rows"
-                    )
-                }
-            )
+        read_counts, k, table, num_rows = self._counts[ids]  # not removed, because another backward may follow
+        if (count := read_counts()[k]) < 0:
+            outside = f"a lookup in {table} got an id outside of the table: ids go from 0 to {num_rows - 1}"
+            raise PeerFailure({0: f"{outside}. Check the batch, or give the table more rows"})
         first = len(padding_rows)
         read, rows = ids[first:count], flat.view(ids.numel(), columns)[first:count]
         if (found := self._tables.get(table)) is not None:
