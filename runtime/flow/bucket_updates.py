@@ -155,9 +155,7 @@ class Bucket:
         self.parameters, self.sent = self._find(self._names), sent
 
     def deliver(self, without: Set[int]) -> None:
-        """Sets `.grad` of the bucket's parameters to tensors that wait for the reduction when they are used. Leaves out
-        the parameters whose `id` is in `without`.
-        """
+        """Sets `.grad` to tensors that wait for the reduction when they are used, except for the `id`s in `without`."""
         sent, itself = self.sent, ref(self)
         assert sent is not None
 
@@ -183,7 +181,7 @@ class Bucket:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def wait(self) -> None:
-        """Waits for the reduction. Does nothing if an optimizer step is left to the next forward, which then waits."""
+        """Waits for the reduction, unless an optimizer step is left to the next forward, which then waits."""
         if self.waiting:
             self._finish()
 
@@ -202,9 +200,7 @@ class Bucket:
             self.sent = self.late = None
 
     def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
-        """Waits for the reductions of this bucket and of `others`, applies the optimizer steps that wait for them, and
-        returns the gradients of this one.
-        """
+        """Waits for the reductions and applies the optimizer steps that wait for them. Returns own gradients."""
         buckets = (self, *others)
         landed = [bucket._wait_for_gradients(bucket.sent) for bucket in buckets]
         updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
@@ -250,9 +246,6 @@ class Buckets:
         buckets: the parameter names of each bucket.
         parameters: function that returns the parameters with the given names.
         exchanges: index of a bucket -> the function that starts its sparse exchange. Other buckets are AllReduced.
-
-    Attributes:
-        all: the buckets by index.
     """
 
     def __init__(
@@ -279,9 +272,7 @@ class Buckets:
         return self._launch(launch, flat, 0, flat.numel())
 
     def _launch(self, launch: OperationId, flat: Tensor, start: int, length: int) -> Ticket:
-        """Submits the in-place AllReduce of `length` elements of a packed bucket, from `start`, or the bucket's sparse
-        exchange if it has one. Returns the ticket to wait for.
-        """
+        """Submits the in-place AllReduce of `length` elements of a packed bucket, or the bucket's sparse exchange."""
         exchange = self._exchanges.get(self._number[launch.what])
         part = flat if flat.is_sparse else flat.narrow(0, start, length)
         if exchange is not None:
@@ -398,9 +389,7 @@ class Buckets:
                     bucket.updates.append((optimizer, options, parameter))
 
     def _arrived_after(self, k: int) -> list[Bucket]:
-        """Returns the buckets that the forward reads after bucket `k`, up to the first whose reduction has not ended,
-        or for which no optimizer step waits.
-        """
+        """Returns the buckets that the forward reads after bucket `k`, up to the first that has not arrived."""
         found = list[Bucket]()
         for bucket in reversed(self.all[:k]):
             if not bucket.has_arrived:
@@ -421,10 +410,9 @@ class Buckets:
                     bucket.wait()
 
     def update_bucket(self, parameters: Any, k: int) -> Any:
-        """Applies the pending update of bucket `k` in a forward, and returns the parameters.
-
-        Also applies the updates of the buckets that the forward reads next, if their gradients have arrived, because a
-        step of a few parameters takes about as long as a step of all.
+        """Applies the pending update of bucket `k` in a forward, and returns the parameters. Also applies the updates
+        of the buckets that the forward reads next, if their gradients have arrived, because one step of many parameters
+        is faster.
         """
         if self.all[k].updates:
             self.all[k].apply(self._arrived_after(k))

@@ -166,9 +166,7 @@ class CommPipeline:
         return values, variant
 
     def _usable_next_batch(self) -> NextBatch | None:
-        """Returns the batch that was prepared as the next one. Returns None if no batch was prepared, or if rows that
-        were sent early are no longer valid.
-        """
+        """Returns the batch that was prepared as the next one, if rows that were sent early are still valid."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.may_be_used(self.launcher.wait):
             ahead = None  # no rank uses a prepared batch that has a bad id
@@ -204,9 +202,7 @@ class CommPipeline:
         return NextBatch(program, leaves, program.unique(leaves))
 
     def kernels(self, graph: TrainingGraph, tables: Mapping[str, Member]) -> Kernels:
-        """Returns a function that maps a graph node to a replacement for its op's kernel, or to None. Here there are
-        none.
-        """
+        """Returns a function that maps a graph node to a replacement for its op's kernel, here always None."""
         return lambda node: None
 
     def await_launch(self, ticket: Ticket) -> Tensor:
@@ -229,9 +225,7 @@ class CommPipeline:
         self.recorder.mark(self._forward)
 
     def next_backward(self, program: IdsProgram, values: Values) -> BackwardVariant:
-        """Returns the variant of the next backward, which is the same on all ranks. `values` are the saved values of
-        its forward, by name.
-        """
+        """Returns the variant of the next backward, which is the same on all ranks, from values of its forward."""
         if not self.looks_ahead:
             return BackwardVariant()
         ahead = self._ahead if self._ahead is not None and not self._ahead.routed else None
@@ -261,9 +255,7 @@ class CommPipeline:
             self.launcher.release_after(gate.future, gate.all_are_here)
 
     def begin_backward(self, program: IdsProgram, variant: BackwardVariant) -> None:
-        """Begins a backward: applies the pending optimizer updates that no node of the backward applies. Nodes can
-        update the tables in the program's `routes`.
-        """
+        """Begins a backward: applies the pending optimizer updates that no node of the backward applies."""
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
         self._has_cut = self._left = self.looks_ahead and variant.cut
@@ -365,9 +357,7 @@ class CommPipeline:
             yield
 
     def before_writes(self) -> None:
-        """Prepares for writes to parameters by the caller: the next forward compares rows that were sent early with the
-        table, and sends all rows again if any differ.
-        """
+        """Prepares for writes to parameters, after which rows that were sent early may differ from the table."""
         self._handed_out = True
 
     def resend_rows(self) -> None:
@@ -401,9 +391,7 @@ class CommPipeline:
 def within_steps(
     announcements: StepHandshake, make: Callable[..., CommPipeline] = CommPipeline, recorder: Recorder | None = None
 ) -> CommPipeline:
-    """Returns a new pipeline, of the class `make`, for steps without overlap: each collective is launched immediately
-    and awaited in the same step.
-    """
+    """Returns a pipeline without overlap: each collective is launched immediately and awaited in the same step."""
     launcher = Launcher((), (), LaunchQueue(recorder or Recorder()), announcements.communicator)
     buckets = Buckets((), lambda names: [], announcements.communicator, launcher, {})
     return make(announcements, launcher, {}, buckets, looks_ahead=False)

@@ -40,9 +40,7 @@ class DevicePipeline(CommPipeline):
         return self._streams.clock()
 
     def make_queue(self, recorder: Recorder, device: torch.device, at_once: int) -> LaunchQueue:
-        """Returns a new queue that launches collectives on CUDA streams. If a rank has to launch out of the planned
-        order, the queues of all ranks agree on the order. Collective.
-        """
+        """Returns a new queue on CUDA streams. Ranks agree when one has to launch out of the order. Collective."""
         queue = StreamQueue(recorder, self._streams, self.communicator.channels(device))
         self.communicator.run_periodically(queue.agree_on_order)
         return queue

@@ -70,9 +70,7 @@ class HeadExchange:
         return ended
 
     def gather_counts(self, labels: Tensor | None, table: str, group: str, group_size: int, *_: object) -> InFlight:
-        """Starts gathering how many of its `labels` each of N ranks scores: (N,). A failed rank passes None, for none
-        at all.
-        """
+        """Starts gathering how many labels each of N ranks scores: (N,). A failed rank passes None for its own."""
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._counting[table] = found = self._communicator.gather_equal(own, group)
         sent_bytes = own.nbytes * (group_size - 1)

@@ -116,9 +116,7 @@ class Lookahead:
             yield self._further.popleft()
 
     def begin_call(self) -> None:
-        """Records the time since the last call of the model, as that of the training loop's own code if a lookahead is
-        active, and of the data loader otherwise.
-        """
+        """Records the time since the last call: as the loop's own code if a lookahead is active, or the loader's."""
         if torch.is_grad_enabled():
             self._recorder().mark(OWN_CODE if self.active else LOADER)
 

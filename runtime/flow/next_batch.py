@@ -127,9 +127,7 @@ class NextBatch:
         self._seen = VersionSnapshot.of_tensors_in(self._read)
 
     def is_batch(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether a flattened batch has the tensors from which this batch's ids were computed, and none of them
-        has been written since.
-        """
+        """Returns whether a flattened batch has this batch's ids, in the same tensors, not written since."""
         for k, own in zip(self.program.reads, self._read, strict=True):  # inlined, because it runs in every step
             if (leaf := leaves[k]) is not own and (isinstance(leaf, Tensor) or leaf != own):
                 return False
@@ -145,9 +143,7 @@ class NextBatch:
         """Does nothing, because the ids of the batch's rows are on the host already."""
 
     def rows(self) -> dict[str, Tensor]:
-        """Returns the ids (K,) of the rows that the batch reads, on the host, by name of their table. Any thread may
-        call this.
-        """
+        """Returns the ids (K,) of the rows that the batch reads, on the host, by table. Any thread may call this."""
         return dict(zip(self.program.tables, self.unique, strict=True))
 
     def exchange(self, communicator: Communicator, exchanges: Mapping[str, RowExchange]) -> InFlight:
@@ -197,8 +193,8 @@ class DeviceBatch(NextBatch):
             self._copied = self._streams.record("rows copied")
 
     def rows(self) -> dict[str, Tensor]:
-        """Waits for the copies that `copy_rows` has started, and returns them as in the base class. Leaves out tables
-        with an invalid id. The ids of a table may end with an additional 0 from the padding.
+        """Waits for the copies that `copy_rows` has started. Leaves out tables with an invalid id. The ids of a table
+        may end with an additional 0 from the padding.
         """
         self._streams.wait_on_host(self._copied)
         *rows, counts = self._copies
@@ -276,9 +272,7 @@ class DeviceBatch(NextBatch):
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 
     def _cut_padding(self, counts: Sequence[int]) -> None:
-        """Cuts this rank's unique rows of each table to their `counts`, and marks their tensors as used by the compute
-        stream.
-        """
+        """Cuts this rank's unique rows of each table to their `counts`, for use on the compute stream."""
         self._streams.keep(*[value for value in self.values.values() if isinstance(value, Tensor)])
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
         self.unique = [by_identity[id(rows)] for rows in self.unique]
@@ -293,8 +287,7 @@ class HandshakeResult:
         found: whether every rank's batch is the one that it had prepared.
         overtook: whether any rank has launched out of the planned order since the last backward.
         shares_device: whether another model launches on any rank's device.
-        rows: for each rank, the number of unique rows that its batch reads of each table.
-        coming: for each rank, the number of unique rows that its next batch reads of each table; -1 if unknown.
+        rows, coming: for each rank, how many rows of each table its batch reads, and its next batch; -1 if unknown.
     """
 
     found: bool
@@ -316,8 +309,7 @@ def announce_batch(
     """Announces this rank's batch to all ranks, and returns what all ranks have announced. Collective.
 
     Args:
-        rows: for each table, the unique rows that this rank reads. Only their numbers are announced.
-        coming: for each table, the number of rows that the next batch reads, or None if the next batch is not known.
+        rows, coming: for each table, the unique rows that the batch reads, and the number that the next batch reads.
         failure: the reason why this rank cannot use its batch, or None.
 
     Raises:

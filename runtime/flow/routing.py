@@ -78,8 +78,7 @@ class Routing:
         self.own_positions = order if places is None else places.index_select(0, order)
 
     def select(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
-        """Returns the routing of only those rows that a mask (R,) selects. If routings `but` that together have all
-        other rows are given, the host reads no size from the device.
+        """Returns the routing of the rows that a mask (R,) selects. Given all others (`but`), the host reads no size.
         """
         places = mask.nonzero().view(-1)
         if but is None:  # the host reads the number of each rank's rows once
@@ -188,9 +187,7 @@ def split_in_chunks(ids: Tensor, mask: Tensor, chunks: int) -> list[Tensor]:
 
 @lru_cache(maxsize=16)
 def _by_rank(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns two tensors (R,) int64 for rows in rank order, of which each rank has `sizes`: the rank of each row, and
-    the row's index among the rows of its rank. They are cached; do not write to them.
-    """
+    """Returns each row's rank, and its index among its rank's `sizes` rows: (R,) each. Do not write to them."""
     owner = [torch.full((size,), rank, device=device) for rank, size in enumerate(sizes)]
     return torch.cat(owner), torch.cat([torch.arange(size, device=device) for size in sizes])
 
@@ -210,7 +207,7 @@ class PaddedRouting:
 
     Attributes:
         ids: the ids, rank after rank. Padding entries come last, and have the table's number of rows as id.
-        owner, is_row: for each entry, the rank that reads the row, and whether it is a row rather than padding.
+        owner: for each entry, the rank that reads the row.
         counts: (N,) how many rows each rank reads.
     """
 
@@ -327,9 +324,7 @@ class SplitAhead:
 
 
 def _chunk_bounds(ordered: Tensor, chunks: int) -> Tensor:
-    """Returns the sort keys (chunks - 1,) at which delayed rows are divided into chunks of about equal size, given the
-    sort keys of all rows, ascending, which are negative for rows that are not delayed.
-    """
+    """Returns the sort keys (chunks - 1,) that divide the delayed rows, those of keys >= 0, into equal chunks."""
     if not ordered.numel():
         return ordered.new_zeros(chunks - 1)
     begin = torch.searchsorted(ordered, ordered.new_zeros(1))

@@ -78,9 +78,7 @@ class RowExchange:
         self._stale = False  # whether the table was written or a different step was taken after sending
 
     def routing(self, ids: Tensor, counts: Tensor) -> Routing:
-        """Returns which rows of the table each rank reads for a batch, given the ids that all ranks read, in rank
-        order, and how many of them each rank reads.
-        """
+        """Returns which rows of the table each rank reads, from the ids of all ranks in order, and their counts."""
         if (early := self._early) is not None and early.whole is not None and early.whole.ids is ids:
             return early.whole
         return Routing(ids, tuple(counts.tolist()), self._grid, self._communicator.rank)
@@ -124,9 +122,7 @@ class RowExchange:
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str
     ) -> Tensor:
-        """Waits for the exchange `launch`, and returns the rows that this rank has received, flat. If the exchange is
-        not in flight because no rows were sent early, returns an empty tensor.
-        """
+        """Waits for the exchange `launch`. Returns the received rows, flat; none if it was not submitted."""
         self._recorder.pause_segment()
         for ticket, _ in self.sent:
             if ticket.id == launch:
@@ -134,9 +130,7 @@ class RowExchange:
         return ids.new_empty((0,), dtype=dtype)
 
     def join_rows(self, parts: object, ids: Tensor, counts: Tensor, table: str) -> Tensor:
-        """Joins the received parts of this rank's rows, which this object has kept, and returns all columns, flat
-        (U * D,). `table` is the table's name.
-        """
+        """Joins the parts of this rank's rows, which this object has received, to all columns, flat (U * D,)."""
         batch = self.gradient.batch
         assert batch is not None
         shape = batch.counts[self._communicator.rank], self.table.shape[1]
@@ -155,9 +149,7 @@ class RowExchange:
         self.sent, self._early, self._preview = [], None, None
 
     def all_to_all_rows(self, launch: OperationId, columns: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Submits one exchange for all rows of a batch, of which this rank has the `columns` (M, d). Returns the ticket
-        to wait for.
-        """
+        """Submits one exchange of all rows of a batch, of which this rank has the `columns` (M, d)."""
         ticket = self.gradient.submit(launch, self._communicator.send_rows, columns, counts_as_lists(counts))
         self._recorder.mark(compute_id("update", launch.what))
         return ticket
@@ -165,9 +157,8 @@ class RowExchange:
     # -- two batches ---------------------------------------------------------------------------------------------------
 
     def can_split(self, ids: Tensor | None) -> bool:
-        """Returns whether the gradients of the batch whose ranks read `ids` (None: none of the table) may be sent in
-        parts. This requires that the last forward ran this batch, and that the next optimizer step uses no other
-        gradient of the table.
+        """Returns whether the gradients of the batch whose ranks read `ids` may be sent in parts. The last forward must
+        have run this batch, and the next optimizer step must use no other gradient of the table.
         """
         batch = self.gradient.batch
         return batch is not None and batch.ids is ids and not self.table.has_gradient
@@ -199,9 +190,7 @@ class RowExchange:
         return after
 
     def is_usable(self, *, compare: bool) -> bool:
-        """Returns whether rows that were sent early are still valid. If `compare`, because someone may have written the
-        table, this also compares them with the table.
-        """
+        """Returns whether rows that were sent early are still valid, also if they `compare` with the table's."""
         # Early rows are those that the current batch does not read, so they cannot be used without a current batch.
         if self._stale or self._expected is not None or (self.sent and self.gradient.batch is None):
             return False

@@ -144,9 +144,7 @@ class RowGradient:
         self.parts[launch] = SentRows(self.submit(launch, send, flat, routing.counts_by_row), routing)
 
     def all_to_all_gradients(self, launch: OperationId, flat: Tensor, counts: Tensor, *_: object) -> Ticket:
-        """Submits the exchange of all row gradients of a batch, for which the same backward waits. `flat` (U * D,) has
-        them in blocks by receiving rank.
-        """
+        """Submits the exchange of all row gradients (U * D,), in blocks by receiving rank."""
         self._recorder.mark(compute_id("backward", launch.what))
         return self.submit(launch, self._communicator.send_gradients, flat, counts_as_lists(counts))
 
@@ -173,9 +171,7 @@ class RowGradient:
         self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient and returns it split by parameter. The function does not keep
-        the model alive: it has only weak references to the table and the launcher.
-        """
+        """Returns a function that waits for the gradient, split by parameter. It does not keep the model alive."""
         found, by, split = ref(self._table), ref(self._launcher), self._table.split
         parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
 
@@ -211,9 +207,7 @@ class RowGradient:
         return self._table.gradient.count_in_flight(self._late) == len(self._table.members) and self._table.can_defer()
 
     def begin_step(self) -> SparseUpdate:
-        """Records that the optimizer has stepped, with its current options. The next forward applies the update that
-        this returns.
-        """
+        """Records that the optimizer has stepped. Returns the update, which the next forward applies."""
         self.step = self._table.begin_step()
         return self.step
 
@@ -243,9 +237,7 @@ class RowGradient:
         return self.step, sum_rows(rows)
 
     def update_rows(self, launch: OperationId, shard: Tensor, *_: object) -> Tensor:
-        """Applies the part of the gradient that `launch` has sent. Returns `shard`, so that nodes that read the result
-        run after the update.
-        """
+        """Applies the part that `launch` has sent. Returns `shard`, for nodes that must run after the update."""
         self.apply(launch)
         if self._recorder.segment is None:
             self._recorder.mark(EARLY)
@@ -288,9 +280,7 @@ class RowGradient:
 
 
 def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
-    """Packs the gradients of the rows in `routing` into one flat tensor (U * D,), in blocks by receiving rank. `rows`
-    are the gradients (U', D) of all rows of the batch.
-    """
+    """Packs the gradients (U', D) of the rows in `routing` to (U * D,), in blocks by receiving rank."""
     positions, columns = routing.own_positions, routing.grid.columns
     if positions is None:
         return split_columns(rows, columns)
@@ -300,9 +290,7 @@ def _pack_columns(routing: Routing, rows: Tensor) -> Tensor:
 
 
 def sum_received(routing: Routing, flat: Tensor, sums: SumOptions) -> tuple[Tensor, Tensor]:
-    """Sums the gradients (M * d,) that all ranks have sent for each row. Returns the ids (K,) of the rows and the sums
-    (K, d).
-    """
+    """Sums the gradients (M * d,) that ranks have sent for each row. Returns ids (K,) and sums (K, d)."""
     flat = flat.to(sums.dtype)
     if routing.sums is None:
         ids, rows = coalesce(routing.held_ids, flat, sums.columns, sums.padding_rows, sums.scale)

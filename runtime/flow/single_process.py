@@ -51,9 +51,7 @@ class SingleProcessRows:
                 tables: tuple[str, ...] = node.meta["tables"]
 
                 def all_gather_ids(unique: Sequence[Tensor], num_rows: Sequence[int], *_: object) -> list[Tensor]:
-                    """Returns this process's unique ids, as there is no other rank. Starts copying their number to the
-                    host.
-                    """
+                    """Returns the unique ids of the only process. Starts copying their number to the host."""
                     copy = self._streams.to_host(torch.stack([self._counts[rows] for rows in unique]))
                     read = cache(partial(self._streams.read, self._streams.record("rows counted"), copy))
                     for k, (rows, *of_table) in enumerate(zip(unique, tables, num_rows, strict=True)):

@@ -125,9 +125,7 @@ class LaunchWindow:
         self.expected = set(order)
 
     def head(self) -> OperationId | None:
-        """Returns the id of the next launch in the order, whether or not it has been submitted. Skips launches that
-        will not be submitted. Returns None if no launch is left.
-        """
+        """Returns the next launch in the order that was or may still be submitted, or None if no launch is left."""
         order, waiting, expected = self.order, self.waiting, self.expected
         while self.passed < len(order) and order[self.passed] not in waiting and order[self.passed] not in expected:
             self.passed += 1
@@ -182,9 +180,7 @@ class LaunchQueue:
     # -- methods for the launcher --------------------------------------------------------------------------------------
 
     def start(self, owner: object) -> None:
-        """Starts the queue's thread, which makes launches. The thread ends when the queue is closed or `owner` is
-        freed.
-        """
+        """Starts the queue's thread, which makes launches until the queue is closed or `owner` is freed."""
         thread = threading.Thread(target=_run_thread, args=(self,), name="embrace_fx launcher", daemon=True)
         thread.start()
         self._end = weakref.finalize(owner, _stop_thread, self, thread)
@@ -201,9 +197,7 @@ class LaunchQueue:
             raise self.error
 
     def drain(self, timeout: float | None = None) -> None:
-        """Makes all submitted launches, and waits until they have completed or one of them has failed, but at most
-        `timeout` seconds.
-        """
+        """Makes all submitted launches. Waits until they have ended or one has failed, at most `timeout` seconds."""
         self.draining = True
         self.issue()
         with self.lock:
@@ -219,9 +213,7 @@ class LaunchQueue:
         return callback
 
     def enqueue(self, ticket: Ticket) -> None:
-        """Adds a submitted launch to the current window, and makes it if it is due. Drops it if the window's launches
-        have been dropped.
-        """
+        """Adds a submitted launch to the current window, or drops it if that was dropped. Makes what is due."""
         with self.lock:
             window = self.windows[-1]
             window.expected.remove(ticket.id)
@@ -265,9 +257,7 @@ class LaunchQueue:
                 self.flushes -= 1
 
     def was_in_order(self) -> bool:
-        """Returns whether ranks need not be told of launches out of order. Always True here, because each rank makes
-        the same launches after a standstill.
-        """
+        """Returns True, because each rank makes the same launches after a standstill and none need be told."""
         return True
 
     def enqueue_submitted(self) -> None:
@@ -275,9 +265,7 @@ class LaunchQueue:
 
     @property
     def in_turn(self) -> InTurn | None:
-        """Returns a context for launching a collective outside of the queue, in an order that all ranks share. None
-        here, because only launches on CUDA streams need it.
-        """
+        """Returns a context for a collective outside of the queue. None here: only launches on CUDA streams need it."""
         return None
 
     # -- launching -----------------------------------------------------------------------------------------------------
@@ -323,9 +311,7 @@ class LaunchQueue:
             launched.work.get_future().add_done_callback(self.watch(partial(self.complete, ticket)))
 
     def complete(self, ticket: Ticket, future: Any = None) -> None:
-        """Marks a launch as completed, records it, and makes launches that are due now. If the collective's future has
-        an error, fails with this error.
-        """
+        """Records that a launch has completed, or fails with the error of its future. Makes launches that are due."""
         if future is not None:
             try:
                 future.value()
@@ -352,9 +338,7 @@ class LaunchQueue:
             )
 
     def fail(self, error: BaseException) -> None:
-        """Puts the queue into a failed state: all later waits raise the error, and no more launches are made. Keeps the
-        first error if called again.
-        """
+        """Lets all later waits raise the first error, and makes no more launches."""
         with self.lock:
             self.error = self.error or error
             self.arrived.notify_all()
@@ -363,9 +347,9 @@ class LaunchQueue:
     # -- all methods below are called with the lock held
 
     def next_due_s(self) -> float:
-        """Returns when the queue's thread should next look for launches to make, in seconds of `time.perf_counter`.
-        This is when the last launch in flight becomes late, but at most half of `STANDSTILL_S` from now. Returns
-        infinity if no submitted launch waits to be made.
+        """Returns when the queue's thread should next look for launches to make, in seconds of `time.perf_counter`:
+        when the last launch in flight becomes late, but at most half of `STANDSTILL_S` from now. Infinity if no launch
+        waits.
         """
         if not any(map(WAITING, self.windows)):
             return math.inf
@@ -379,9 +363,7 @@ class LaunchQueue:
         return due_s
 
     def next(self) -> Ticket | None:
-        """Takes the launch to make now out of its window, and returns its ticket. Returns None if no launch is due.
-        Requires a submitted launch that waits.
-        """
+        """Takes the launch that is due out of its window, if any. Requires a submitted launch that waits."""
         now_s, beyond = time.perf_counter(), len(self.in_flight) - self.at_once
         standing_still = now_s - self.moved_s > STANDSTILL_S
         if standing_still:
@@ -434,10 +416,8 @@ class LaunchQueue:
 
 
 def _run_thread(queue: LaunchQueue) -> None:
-    """Runs the queue's thread. It makes launches when they become due by time, or when another thread wakes it.
-
-    After another thread has woken it, it checks again after `SHORTEST_S`, the shortest time in which a launch can
-    become late.
+    """Runs the queue's thread. It makes launches when they become due by time, or when another thread wakes it, and
+    looks again after `SHORTEST_S`, the shortest time in which a launch can become late.
     """
     is_woken = False
     while True:
@@ -454,9 +434,7 @@ def _run_thread(queue: LaunchQueue) -> None:
 
 
 def _stop_thread(queue: LaunchQueue, thread: threading.Thread) -> None:
-    """Ends the queue's thread, after waiting for launches in flight. A launch that completes while the interpreter
-    shuts down would abort the process.
-    """
+    """Ends the queue's thread, after launches in flight: one that ended during shutdown would abort the process."""
     deadline_s = time.monotonic() + _FAREWELL_S
     queue.drain(_FAREWELL_S)  # all ranks have submitted the same launches, so they complete unless a rank is gone
     with queue.lock:

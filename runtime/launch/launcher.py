@@ -106,11 +106,9 @@ class Launcher:
         return launch in self.queue.windows[-1].expected
 
     def end_backward(self, *, holds: bool = True) -> None:
-        """Ends the backward of the current window. Its launches that were not submitted are no longer expected.
-
-        Args:
-            holds: whether launches that were submitted may wait for launches of the next forward that precede them in
-                the order. If False, they are made now. Must be equal on all ranks.
+        """Ends the backward of the current window. Its launches that were not submitted are no longer expected. If not
+        `holds`, which must be equal on all ranks, its other launches do not wait for those of the next forward before
+        them in the order.
         """
         with self.queue.lock:
             self.queue.windows[-1].expected &= self._of_forward
@@ -119,9 +117,7 @@ class Launcher:
             self.queue.enqueue_submitted()
 
     def begin_forward(self) -> None:
-        """Begins the forward of the current window. Opens a new window if the current one already has a forward, and
-        ends the backward if it has not ended.
-        """
+        """Begins the forward of the current window, or of a new one if it has a forward. Ends the backward."""
         if self.queue.windows[-1].in_forward:
             self.open_window()
         window = self.queue.windows[-1]
@@ -137,11 +133,9 @@ class Launcher:
             self.queue.issue()
 
     def submit(self, which: OperationId, launch: Launch, sent_bytes: int) -> Ticket:
-        """Submits a launch, and returns its ticket. The launch is made when all launches that precede it in the order
-        have been made.
-
-        Args:
-            sent_bytes: the number of bytes that this rank sends, or an estimate if the number is not known yet.
+        """Submits a launch, which is made when all that precede it in the order have been made. `sent_bytes` is the
+        number of bytes that this rank sends, or an estimate if the number is not known yet. Returns the ticket to wait
+        for.
         """
         queue, recording = self.queue, self.recorder.recording
         assert which in queue.windows[-1].expected, str(which)

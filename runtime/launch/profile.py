@@ -70,9 +70,7 @@ def make_profile(recording: Recording) -> Profile:
 
 
 def agree_on_profile(everyone: Sequence[Profile]) -> Profile:
-    """Combines the profiles of all ranks: the compute times of the slowest rank, the mean number of sent bytes, and the
-    slowest storage.
-    """
+    """Combines all ranks' profiles: compute times of the slowest rank, mean sent bytes, the slowest storage."""
     slowest = max(everyone, key=lambda each: sum(each.compute_ms.values()))
     launched = {launch for each in everyone for launch in each.sent_bytes}
     sent = {launch: round(mean(each.sent_bytes.get(launch, 0) for each in everyone)) for launch in launched}

@@ -57,7 +57,6 @@ class Transfer:
     """A completed collective or copy.
 
     Attributes:
-        launch: the id of the collective or copy.
         window: the index, in the recording, of the window (a backward and the next forward) that submitted it.
         sent_bytes: the number of bytes that this rank sent or copied.
         started_s, ended_s: seconds of `time.perf_counter`.
@@ -94,9 +93,7 @@ class Recording:
 
 
 def compute_spans(recording: Recording) -> list[Interval]:
-    """Converts the marks of a recording to spans of compute. Time spent waiting is not part of any span, so a wait
-    splits a span in two.
-    """
+    """Converts the marks of a recording to spans of compute. Waits are not part of them, and split them."""
     spans: list[Interval] = []
     waits = sorted((start, end) for *_, start, end in recording.waits)
     for (_, _, started), (operation, window, ended) in pairwise(recording.marks):
@@ -158,7 +155,7 @@ class Recorder:
     # The compute of a forward is recorded in segments. A segment ends when the forward waits or ends.
 
     def begin_segment(self, operation: OperationId) -> None:
-        """Records that the forward begins a piece of compute with the id `operation`."""
+        """Records that the forward begins a piece of compute."""
         self.segment, self._stands = operation, False
 
     def pause_segment(self) -> None:
@@ -196,9 +193,7 @@ class Recorder:
         return value
 
     def record_transfer(self, transfer: Transfer) -> None:
-        """Records a collective or copy that has completed, or that will have completed when the recording ends. Any
-        thread may call this.
-        """
+        """Records a collective or copy that completes before the recording ends. Any thread may call this."""
         if self.recording is not None:
             (self.recording.transfers if transfer.window >= 0 else self.recording.before).append(transfer)
 

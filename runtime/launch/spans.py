@@ -16,9 +16,7 @@ is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(*name: object) -> contextlib.AbstractContextManager[object]:
-    """Returns a context that appears as a range in `torch.profiler`, named by the words `name`. The context does
-    nothing if the calling thread is not profiled.
-    """
+    """Opens a range in `torch.profiler`, named by the words `name`, if the calling thread is profiled."""
     if not is_profiled():
         return _NONE
     return record_function(f"embrace_fx: {' '.join(map(str, name))}")
@@ -28,9 +26,7 @@ _NONE = contextlib.nullcontext()
 
 
 def spanned(name: str, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
-    """Calls `call(*arguments, **options)`, and returns its result. If the calling thread is profiled, the call appears
-    in `torch.profiler` as a range called `name`.
-    """
+    """Calls `call(*arguments, **options)`, as the range `name` if the calling thread is profiled."""
     if not is_profiled():
         return call(*arguments, **options)
     with span(name):

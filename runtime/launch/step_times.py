@@ -36,9 +36,7 @@ class StepTimes:
         self.sent_bytes = 0
 
     def mark(self, operation: OperationId) -> None:
-        """Adds the time since the last mark, or since the step began, to the category of `operation`, which ends now.
-        Does not count the time spent waiting.
-        """
+        """Adds the time since the last mark or the step's begin, without waits, to the category of `operation`."""
         if self._at_s is not None:
             share, now_s, step = time_category(operation), time.perf_counter(), self._step
             step[share] = step.get(share, 0.0) + now_s - self._at_s - self._waited_s
@@ -60,11 +58,7 @@ class StepTimes:
         self._at_s, self._waited_s = now_s, 0.0
 
     def shares_ms(self) -> dict[Share, float] | None:
-        """Returns the time in milliseconds that the step of median length spent in each category. Returns None before
-        the third backward.
-
-        The step between the first two backwards is left out as warm-up.
-        """
+        """Returns the median step's time in each category, not counting the first step. None if there is no other."""
         steps = sorted((parts for parts, _ in [*self.steps][1:]), key=lambda parts: sum(parts.values()))
         if not steps:
             return None

@@ -57,8 +57,7 @@ class StreamTicket(Ticket):
     queue: StreamQueue
 
     def issue(self) -> None:
-        """Enqueues the collective on its CUDA stream, even if preceding launches have not been submitted yet. Does
-        nothing if it has already been enqueued.
+        """Enqueues the collective on its CUDA stream, even if preceding launches have not been submitted yet.
 
         Raises:
             RuntimeError: a launch failed, or a preceding launch of the same class has not been submitted.
@@ -170,9 +169,7 @@ class StreamQueue(LaunchQueue):
         super().enqueue(ticket)
 
     def open_window(self, order: tuple[OperationId, ...], *, held: bool) -> None:
-        """Begins a window, as in the base class. If a launch was not awaited during a whole window, and thus never will
-        be, makes the current CUDA stream wait for it, so that its memory is freed.
-        """
+        """Begins a window. Frees launches that were not awaited for a whole one, which thus never will be."""
         super().open_window(order, held=held)
         self.shares_device = self.streams.are_shared()
         current = self.windows[-1].number
@@ -210,8 +207,8 @@ class StreamQueue(LaunchQueue):
 
     @contextlib.contextmanager
     def _launch_in_order(self) -> Iterator[None]:
-        """Opens a context for launching a collective outside of the queue on the current CUDA stream. The collective
-        runs after all earlier launches of this queue and before all later ones.
+        """Opens a context for launching a collective on the current CUDA stream, after all earlier launches of this
+        queue and before all later ones.
         """
         with self.lock:
             place: tuple[int, ...] = (-1,)
@@ -238,13 +235,9 @@ class StreamQueue(LaunchQueue):
         return window.number, len(window.expected)
 
     def agree_on_order(self, store: Any, name: str) -> None:
-        """Makes ranks agree on launches out of order. If this rank has launched out of order since the last call,
-        reports its position to the store. Otherwise, if another rank has reported the position at which this rank is
-        now, enqueues the same launches. The thread that detects dead ranks calls this periodically.
-
-        Args:
-            store: a store of torch.distributed that only this thread uses.
-            name: the key in the store under which a rank reports its position.
+        """Reports this rank's position to the store, under the key `name`, if it has launched out of order since the
+        last call. Otherwise, if another rank has reported the position at which this rank is now, enqueues the same
+        launches. The thread that detects dead ranks calls this periodically, and uses the store alone.
         """
         tells, self.tells = self.tells, None
         if tells is not None:
@@ -261,9 +254,7 @@ class StreamQueue(LaunchQueue):
             ).start()
 
     def _follow_out_of_order(self, place: Place) -> None:
-        """Enqueues all submitted launches, as another rank has done at the position `place`. Does nothing if this rank
-        is no longer at that position.
-        """
+        """Enqueues all submitted launches, as another rank has done, if this rank is still at `place`."""
         self.streams.use_device()
         with self.lock, contextlib.suppress(Exception):  # the next submission or wait raises the error
             if self.next_place() == place:
@@ -275,12 +266,8 @@ class StreamQueue(LaunchQueue):
         return any((window.number, window.passed) < ticket.place for window in before)
 
     def _enqueue(self, ticket: StreamTicket, in_turn: bool, follows: bool) -> None:
-        """Enqueues a launch on the CUDA stream of its communication class. The stream first waits for the launch's
-        inputs and for preceding launches.
-
-        Args:
-            in_turn: whether the launch is made in an order that all ranks share.
-            follows: whether to skip waiting for launches of other models on the device.
+        """Enqueues a launch on the CUDA stream of its class, behind its inputs and preceding launches. `in_turn` is
+        whether all ranks share the order. If `follows`, the launch does not wait for other models on the device.
         """
         streams, recorder, place = self.streams, self.recorder, ticket.place
         recorded = ticket.window > OUTSIDE and recorder.recording is not None

@@ -25,14 +25,11 @@ Event = Any
 
 
 class Streams:
-    """The CUDA streams of a device: one for compute, and one for each class of communication.
-
-    The current stream is read through `torch._C`, because each step reads it often, and `torch.cuda` would make more
-    Python calls.
+    """The CUDA streams of a device: one for compute, and one for each class of communication. The current stream is
+    read through `torch._C`, because each step reads it often, and `torch.cuda` would make more Python calls.
 
     Attributes:
-        last: (id of a launch queue, CUDA event) for the device's last launch that was made in order. None if there is
-            none.
+        last: (id of a launch queue, CUDA event) for the device's last launch that was made in order, or None.
         out_of_turn: id of a launch queue -> CUDA event after its last launch that was made out of order.
         models: the communicators of all models on the device.
     """
@@ -50,18 +47,11 @@ class Streams:
         return sum(each.is_open for each in self.models) > 1
 
     def on(self, lane: Lane, what: object) -> AbstractContextManager[None]:
-        """Returns a context in which the current stream is that of `lane`.
-
-        Args:
-            lane: a class of communication, or a direction of copies.
-            what: a name for the work in profiles.
-        """
+        """Returns a context in which the current stream is that of `lane`. `what` names the work in profiles."""
         return _OnStream(self._lanes[lane], self._index)
 
     def record(self, *what: object) -> Event:
-        """Records an event on the current stream, and returns it. The event completes when all work enqueued so far has
-        ended.
-        """
+        """Records an event on the current stream. It completes when all work enqueued so far has ended."""
         event = torch._C._CudaEventBase.__new__(torch.cuda.Event)
         stream = self._by_id[torch._C._cuda_getCurrentStream(self._index)]
         torch._C._CudaEventBase.record(event, stream)
@@ -84,9 +74,7 @@ class Streams:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Starts copying a tensor to pinned host memory, and returns the copy. Its values are valid once an event has
-        completed that is recorded after this call.
-        """
+        """Starts copying a tensor to pinned host memory. An event recorded after this call tells its end."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
@@ -100,12 +88,7 @@ class Streams:
             event.synchronize()
 
     def read(self, event: Event, copy: Tensor) -> list[Any]:
-        """Makes the host wait for an event, and returns the values of a host tensor as a list.
-
-        Args:
-            event: an event after which the values are valid.
-            copy: the host tensor, as returned by `to_host`.
-        """
+        """Makes the host wait for an event, and returns the values of a host tensor, valid after it, as a list."""
         self.wait_on_host(event)
         values: list[Any] = copy.tolist()
         return values
@@ -120,9 +103,7 @@ class Streams:
 
 
 class _StreamsById(dict[tuple[int, int, int], torch.cuda.Stream]):
-    """A cache of stream objects. Keys are the ids (stream id, device index, device type) that `torch._C` uses. Creates
-    missing entries.
-    """
+    """A cache of stream objects by the ids (stream id, device index, device type) that `torch._C` uses."""
 
     def __missing__(self, key: tuple[int, int, int]) -> torch.cuda.Stream:
         stream_id, device, kind = key
@@ -149,9 +130,7 @@ class _OnStream(AbstractContextManager[None]):
 
 
 class _StreamClock(Clock):
-    """A clock for work on CUDA streams. Records a CUDA event for each moment, and computes the events' times at the end
-    of the recording.
-    """
+    """A clock for work on CUDA streams. A moment is a CUDA event, whose time is computed at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,9 +138,7 @@ class _StreamClock(Clock):
         self._zero_s = 0.0
 
     def start(self) -> None:
-        """Begins a recording. Records a CUDA event and the host's time at the same moment, to convert the times of
-        later events.
-        """
+        """Records a CUDA event and the host's time at the same moment, to convert later events."""
         torch.cuda.synchronize(self._device)
         self._zero_s = time.perf_counter()
         self._zero = self.now()
@@ -177,9 +154,7 @@ class _StreamClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def seconds(self, moment: Any) -> float:
-        """Converts an event to seconds of the host's `time.perf_counter`. Returns a float unchanged, because it already
-        is a time of the host.
-        """
+        """Converts an event to seconds of the host's `time.perf_counter`."""
         if isinstance(moment, float):  # a thread without a CUDA stream has used the host's clock
             return moment
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3

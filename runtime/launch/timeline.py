@@ -15,14 +15,11 @@ ROUNDS = 9
 
 
 def gather_timeline(communicator: Communicator, recording: Recording, steps: StepGraph) -> Timeline:
-    """Combines the recordings of all ranks into one timeline, and returns it on every rank. Collective.
+    """Combines the recordings of all ranks into one timeline of the operations `steps`, and returns it on every rank.
+    Collective.
 
     Only complete windows (a backward and the next forward) are included. A recording of a single step is included
     whole. Times are in milliseconds since the start of the first window of rank 0.
-
-    Args:
-        recording: this rank's recording.
-        steps: the operations of a step and their dependences.
     """
     offset_s = _clock_offset(communicator)
     everyone = communicator.gather((recording, offset_s), tuple[Recording, float])
@@ -43,10 +40,8 @@ def gather_timeline(communicator: Communicator, recording: Recording, steps: Ste
 
 
 def _single_step(recording: Recording) -> Recording:
-    """Returns the recording of a single step as one complete window.
-
-    A window is a backward and the next forward. In a single step, the forward runs before the backward, and would be
-    assigned to an earlier window.
+    """Returns the recording of a single step as one complete window. A window is a backward and the next forward; in a
+    single step, the forward runs before the backward, and would be assigned to an earlier window.
     """
     return replace(
         recording,
@@ -57,24 +52,14 @@ def _single_step(recording: Recording) -> Recording:
 
 
 def _memory_growth(rank: int, recording: Recording, zero_s: float) -> list[MemoryAt]:
-    """Returns how a rank's memory in use has changed since the start of the recording, at each point in time. Returns
-    [] if it did not change.
-
-    Args:
-        zero_s: the time, in seconds of this rank's clock, that is zero in the result.
-    """
+    """Returns how a rank's memory in use has changed since the recording's start, in time since `zero_s`."""
     if len({nbytes for _, nbytes in recording.memory}) < 2:
         return []
     return [MemoryAt(rank, (at - zero_s) * 1e3, nbytes - recording.memory[0][1]) for at, nbytes in recording.memory]
 
 
 def _rank_timeline(rank: int, recording: Recording, steps: StepGraph, zero_s: float) -> tuple[list[Span], list[Wait]]:
-    """Converts one rank's recording to (spans of compute and transfers, waits), with times in milliseconds.
-
-    Args:
-        steps: the operations of a step, which are matched to the recording by their ids.
-        zero_s: the time, in seconds of this rank's clock, that is zero in the result.
-    """
+    """Converts one rank's recording to (spans, waits), in milliseconds since `zero_s` of the rank's clock."""
     known = {operation.id: operation for operation in steps.operations}
 
     def ms(seconds: float) -> float:
