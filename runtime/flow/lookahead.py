@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -32,18 +33,18 @@ class Lookahead:
         batches: how many batches ahead the loader is read.
     """
 
+    batches = 1
+
     def __init__(self, at_end: Callable[[], None], recorder: Callable[[], Recorder] = Recorder) -> None:
         self._at_end, self._recorder = at_end, recorder
         self._active: Callable[[], Any] = lambda: None
-        # The flattened batches. Their tensors are those of the loader, even if the loop puts others in a batch.
-        self._current_flat = self._coming_flat = _NOTHING
-        self._further: deque[Any] = deque()
+        self._held: deque[_Held] = deque()  # the current batch, and those that were read ahead
         self._warned = False
 
     @property
     def known(self) -> bool:
         """Whether the next batch has been read."""
-        return self._coming_flat is not _NOTHING
+        return len(self._held) > 1
 
     @property
     def active(self) -> bool:
@@ -74,46 +75,37 @@ class Lookahead:
                 "iterator, before you start another one."
             )
         self.batches = batches
-        iterator = self._hold_one_batch(loader)
+        iterator = self._hold_batches(loader)
         self._active = weakref.ref(iterator)  # a weak reference, so that leaving the loop deletes its iterator
         return iterator
 
-    def _hold_one_batch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader. Reads the next batch before it yields one."""
-        iterator = self._read_batches(loader)
-        try:
-            current = next(iterator)
-        except StopIteration:
+    def _hold_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader. Reads the next ones before it yields one."""
+        source, held, recorder = chain(loader, repeat(_END)), self._held, self._recorder()
+        if not self._read(source):
             return
-        self._current_flat = _flatten(current)
-        seen, recorder = VersionSnapshot.of_tensors_in(self._current_flat[0]), self._recorder()
         try:
-            for coming in iterator:
+            while held:
+                while len(held) <= self.batches and self._read(source):
+                    pass
                 recorder.mark(LOADER)
-                self._coming_flat = _flatten(coming)
-                leaves, _ = self._coming_flat
-                _check_separate_memory(seen, [*leaves, *pytree.tree_leaves([*self._further])])
-                seen = VersionSnapshot.of_tensors_in(leaves)
-                yield current
+                _check_separate_memory(*held)
+                yield held[0][0]
                 recorder = self._recorder()  # look it up again, because the first step replaces the recorder
                 recorder.mark(OWN_CODE)
-                current, self._current_flat = coming, self._coming_flat
-            self._coming_flat = _NOTHING
-            yield current
+                held.popleft()
         finally:
-            self._current_flat = self._coming_flat = _NOTHING
+            held.clear()
             if not sys.is_finalizing():  # at interpreter exit, other ranks may be gone and tensors are being freed
                 self._at_end()
 
-    def _read_batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader, beginning with those already read ahead."""
-        self._further = deque()
-        for batch in loader:
-            self._further.append(batch)
-            if len(self._further) >= self.batches:
-                yield self._further.popleft()
-        while self._further:
-            yield self._further.popleft()
+    def _read(self, source: Iterator[Any]) -> bool:
+        """Reads one batch, and returns whether there was one."""
+        if (batch := next(source)) is _END:
+            return False
+        leaves, spec = _flatten(batch)
+        self._held.append((batch, leaves, spec, VersionSnapshot.of_tensors_in(leaves)))
+        return True
 
     def begin_call(self) -> None:
         """Records the time since the last call: as the loop's own code if a lookahead is active, or the loader's."""
@@ -128,13 +120,10 @@ class Lookahead:
         Returns None if the batch is not known or has another structure, or if this call has tensors that are not in its
         batch.
         """
-        if not self.known:
+        ahead = self.batches if farthest else 1
+        if len(self._held) <= ahead:
             return None
-        current, spec = self._current_flat
-        if farthest and len(self._further) < self.batches - 1:
-            return None
-        is_farther = farthest and bool(self._further)
-        coming, coming_spec = _flatten(self._further[-1]) if is_farther else self._coming_flat
+        (_, current, spec, _), (_, coming, coming_spec, _) = self._held[0], self._held[ahead]
         if spec is not coming_spec and spec != coming_spec:
             return None
         next_of = {id(old): new for old, new in zip(current, coming, strict=True) if isinstance(old, Tensor)}
@@ -143,7 +132,10 @@ class Lookahead:
         return [next_of[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-_NOTHING = pytree.tree_flatten(None)
+_END = object()
+
+_Held = tuple[Any, list[Any], pytree.TreeSpec, VersionSnapshot]
+"""A batch, its leaves as the loader has made them, its structure, and a snapshot of its tensors."""
 
 
 def _flatten(batch: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -160,9 +152,10 @@ def _spec_of_tensors(count: int, *, is_list: bool) -> pytree.TreeSpec:
     return pytree.tree_structure(leaves if is_list else tuple(leaves))
 
 
-def _check_separate_memory(current: VersionSnapshot, coming: Iterable[Any]) -> None:
+def _check_separate_memory(current: _Held, *coming: _Held) -> None:
     """Raises `RuntimeError` if the loader has written a later batch into the current batch's tensors."""
-    if not {*map(id, coming)}.isdisjoint(map(id, current.written())):
+    written = current[3].written()
+    if written and not {id(leaf) for _, leaves, *_ in coming for leaf in leaves}.isdisjoint(map(id, written)):
         raise RuntimeError(
             "lookahead(): the loader wrote the next batch into the tensors of the current batch, which has not been "
             "trained on yet. Return new tensors for each batch, or train without lookahead()."

@@ -78,8 +78,7 @@ class Routing:
         self.own_positions = order if places is None else places.index_select(0, order)
 
     def select(self, mask: Tensor, but: Sequence[Routing] | None = None) -> Routing:
-        """Returns the routing of the rows that a mask (R,) selects. Given all others (`but`), the host reads no size.
-        """
+        """Returns the routing of the rows in a mask (R,). Given all others (`but`), the host reads no size."""
         places = mask.nonzero().view(-1)
         if but is None:  # the host reads the number of each rank's rows once
             ends = torch.tensor([*accumulate(self.counts)], device=places.device)
@@ -213,7 +212,6 @@ class PaddedRouting:
 
     ids: Tensor
     owner: Tensor
-    is_row: Tensor
     counts: Tensor
 
 
@@ -234,7 +232,7 @@ def route_padded(packed: Tensor, capacities: Sequence[Sequence[int]], table: int
     counts = packed[:, table].to(torch.int64)
     is_row, order = (number < counts.index_select(0, owner)).sort(stable=True, descending=True)
     ids = torch.where(is_row, flat.index_select(0, order), num_rows)
-    return PaddedRouting(ids, owner.index_select(0, order), is_row, counts)
+    return PaddedRouting(ids, owner.index_select(0, order), counts)
 
 
 class SplitAhead:
