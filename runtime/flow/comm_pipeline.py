@@ -91,8 +91,9 @@ class CommPipeline:
         self._ahead: NextBatch | None = None
         # The next batch, from the forward's announcement until its ids are submitted.
         self._coming: NextBatch | None = None
-        self._has_cut = False  # whether the last backward has split the next batch's rows into early and late ones
-        self._left = False  # whether delayed gradients of the last backward have not been applied yet
+        # What is left of the last backward: "cut" if it has sent early rows of the next forward's batch, "other" if
+        # there are only delayed gradients, "whole" if nothing is left.
+        self._arrives: Arrival = "whole"
         self._valid = True  # whether rows that were sent early may still be used
         self._handed_out = False  # whether the caller got parameters, which it may have written
         self._shares_device = False  # whether another model launches on any rank's device
@@ -150,7 +151,10 @@ class CommPipeline:
                 ids = self.communicator.gather_rows_read(rows, everyone.rows, program.num_rows, "ids")
                 program.route(values, self.communicator.wait(ids))
         self._valid, self._handed_out = True, False
-        self._wait_for_unstepped()
+        for exchange in self.exchanges.values():
+            if exchange.gradient.waiting:  # gradients without an optimizer step precede this forward in the order
+                with self.launcher.flushing():
+                    exchange.gradient.wait()
         self.launcher.begin_forward()
         self._coming = None
         if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
@@ -158,7 +162,8 @@ class CommPipeline:
             for table, (ids_name, counts_name) in program.routes.items():
                 following.current[table] = self.exchanges[table].routing(values[ids_name], values[counts_name])
             self._coming = following
-        variant = ForwardVariant(self._arrival(), self._coming is not None)
+        variant = ForwardVariant(self._arrives, self._coming is not None)
+        self._arrives = "other" if variant.arrives == "cut" else "whole"
         if variant.arrives == "other":  # the rows would wait for gradients that come later in the launch order
             self.launcher.queue.enqueue_submitted()
         self.launcher.skip(absent(variant))
@@ -177,25 +182,10 @@ class CommPipeline:
                 return None
         return ahead
 
-    def _arrival(self) -> Arrival:
-        """Returns whether the last backward has sent early rows of this batch ("cut"), of another one, or no rows."""
-        cut, self._has_cut = self._has_cut, False
-        if cut:
-            return "cut"
-        left, self._left = self._left, False
-        return "other" if left else "whole"
-
     def _begin_compute(self) -> None:
         """Records, for time measurements, that the forward's compute begins."""
         self.recorder.mark(BETWEEN)
         self.recorder.begin_segment(self._forward)
-
-    def _wait_for_unstepped(self) -> None:
-        """Waits for row gradients that no optimizer step has used yet, which precede this forward in the order."""
-        for exchange in self.exchanges.values():
-            if exchange.gradient.waiting:
-                with self.launcher.flushing():
-                    exchange.gradient.wait()
 
     def look_ahead(self, program: IdsProgram, leaves: Sequence[Any]) -> NextBatch:
         """Finds the rows of each table that the next batch, given flattened, reads, before that batch's own step."""
@@ -238,7 +228,7 @@ class CommPipeline:
             if cut and exchange.overlaps:
                 ids = values[program.routes[name][0]] if name in program.routes else None
                 cut = name in known and exchange.can_split(ids)
-        return BackwardVariant(self._left, coming, cut)
+        return BackwardVariant(self._arrives != "whole", coming, cut)
 
     def open_window(self, gate: BackwardBarrier | None, absent: Sequence[OperationId]) -> None:
         """Begins a window, which is a backward and the next forward.
@@ -258,7 +248,7 @@ class CommPipeline:
         """Begins a backward: applies the pending optimizer updates that no node of the backward applies."""
         self.recorder.mark(OWN_CODE)  # counts code since the forward, such as the loss, as the training loop's own
         self.recorder.begin_window()
-        self._has_cut = self._left = self.looks_ahead and variant.cut
+        self._arrives = "cut" if self.looks_ahead and variant.cut else "whole"
         for bucket in self.buckets.all:
             bucket.apply()
         nodes_apply = self.looks_ahead and variant.left
@@ -287,8 +277,8 @@ class CommPipeline:
     def give_up_backward(self) -> None:
         """Resets the pipeline after a failed backward, whose launches all ranks have submitted or dropped."""
         self._ahead = None
-        self._left = self.looks_ahead  # delayed gradients of this backward or the previous one
         self._forget_rows()
+        self._arrives = "other" if self.looks_ahead else "whole"  # delayed gradients of this backward or the last one
         self.buckets.drop_submitted()
         self.drop()
         self.launcher.open_window()
@@ -314,7 +304,7 @@ class CommPipeline:
         ahead = self._ahead
         if ahead is not None and not ahead.route(self.launcher.wait):
             ahead = self._ahead = None
-        if ahead is not None and self._has_cut:
+        if ahead is not None and self._arrives == "cut":
             for table, (ids, counts) in ahead.program.routes.items():
                 self.exchanges[table].cut_batches(ahead.values[ids], ahead.values[counts], ahead.cuts.get(table))
         self.recorder.mark(EARLY)
@@ -383,7 +373,8 @@ class CommPipeline:
 
     def _forget_rows(self) -> None:
         """Drops all table rows in flight, such as those sent early for the next batch."""
-        self._has_cut = False
+        if self._arrives == "cut":
+            self._arrives = "other"
         for exchange in self.exchanges.values():
             exchange.drop()
 
