@@ -118,7 +118,7 @@ class NextBatch:
         self.unique = program.rows_of_batch(values)
         self.ticket: Ticket | None = None
         self.routed, self.usable = False, True
-        self.cuts: Mapping[str, tuple[Routing, Routing]] = {}
+        self.cuts: dict[str, tuple[Routing, Routing]] = {}
         self.announced: Sequence[Sequence[int]] = ()
         self.current: dict[str, Routing] = {}
         self._counts = counts
@@ -179,11 +179,11 @@ class DeviceBatch(NextBatch):
         self._copies: list[Tensor] = []  # each table's unique rows, then their counts, being copied to the host
         self._copied: Event = None
         self._rank = 0
-        self._tables: list[PaddedRouting] = []
+        self._routed: dict[str, PaddedRouting] = {}  # table -> which rows all ranks read, padded
         self._splits: dict[str, SplitAhead] = {}
         self._sizes: Tensor | None = None  # the numbers of rows, being copied to the host
-        # (name, table, ids) for tables that need their ids on the host.
-        self._for_host: list[tuple[str, Member, Tensor]] = []
+        # Tables that need their ids of this batch on the host, with the ids.
+        self._for_host: dict[str, tuple[Member, Tensor]] = {}
 
     def copy_rows(self) -> None:
         """Starts copying to the host, for each table, the ids of its unique rows and how many there are."""
@@ -216,31 +216,27 @@ class DeviceBatch(NextBatch):
         current, self._rank = self.current, communicator.rank
         launched = super().exchange(communicator, exchanges)
         packed = communicator.wait(launched)
-        rows = self.program.num_rows
-        self._tables = [route_padded(packed, self.announced, table, size) for table, size in enumerate(rows)]
+        for k, (table, size) in enumerate(zip(self.program.tables, self.program.num_rows, strict=True)):
+            self._routed[table] = route_padded(packed, self.announced, k, size)
         for table in self.program.routes:
             exchange = exchanges[table]
             if table in current and current[table].grid.rows == 1:
                 self._streams.keep(current[table].ids)
                 self._splits[table] = SplitAhead(
                     current[table],
-                    self._routed(table),
+                    self._routed[table],
                     exchange.isin,
                     exchange.table.shape[0],
                     exchange.delayed_chunks,
                     self.program.paddings.get(table, ()),
                 )
-        parts = [table.counts for table in self._tables] + [split.sizes for split in self._splits.values()]
+        parts = [each.counts for each in self._routed.values()] + [split.sizes for split in self._splits.values()]
         self._sizes = self._streams.to_host(torch.cat(parts))
         for table in self.program.routes:
             (first, *others) = exchanges[table].table.members
             if first.store.needs_host and not others:
-                self._for_host.append((table, first, self._streams.to_host(self._routed(table).ids)))
+                self._for_host[table] = first, self._streams.to_host(self._routed[table].ids)
         return InFlight(packed, None, reads=launched.reads)
-
-    def _routed(self, table: str) -> PaddedRouting:
-        """Returns which rows of a table all ranks read for this batch, padded."""
-        return self._tables[self.program.tables.index(table)]
 
     def _receive_ids(self, ticket: Ticket, wait: Callable[[Ticket], Tensor]) -> None:
         """Waits for the ids of all ranks, removes their padding, and computes which rows each rank reads."""
@@ -248,26 +244,25 @@ class DeviceBatch(NextBatch):
         assert self._sizes is not None
         ticket.issue()
         sizes = self._streams.read(ticket.ended, self._sizes)
-        ranks = self._tables[0].counts.numel()
-        counts = [sizes[k * ranks : (k + 1) * ranks] for k in range(len(self._tables))]
+        ranks, tables = len(self.announced), len(self._routed)
+        counts = [sizes[k * ranks : (k + 1) * ranks] for k in range(tables)]
         wait(ticket)
-        self.usable = min(sizes[: ranks * len(counts)]) >= 0
+        self.usable = min(sizes[: ranks * tables]) >= 0
         if not self.usable:
             return
         self._cut_padding([of_table[self._rank] for of_table in counts])
         unpacked = []
-        for found, of_table in zip(self._tables, counts, strict=True):
+        for found, of_table in zip(self._routed.values(), counts, strict=True):
             self._streams.keep(found.ids)
             unpacked += [found.ids[: sum(of_table)], torch.tensor(of_table, device="cpu")]
         self.program.routing(self.values, unpacked)
-        rest, cuts, values = sizes[len(self._tables) * ranks :], {}, self.values
+        rest, values = sizes[tables * ranks :], self.values
         for table, split in self._splits.items():
             self._streams.keep(*split.tensors())
             ids_name, counts_name = self.program.routes[table]
-            cuts[table] = split.cut_batches(values[ids_name], tuple(values[counts_name].tolist()), rest)
+            self.cuts[table] = split.cut_batches(values[ids_name], tuple(values[counts_name].tolist()), rest)
             rest = rest[split.sizes.numel() :]
-        self.cuts = cuts
-        for table, beyond, ids in self._for_host:
+        for table, (beyond, ids) in self._for_host.items():
             own = values[self.program.routes[table][0]]
             beyond.store.record_rows(own, ids[: own.numel()].unique())
 

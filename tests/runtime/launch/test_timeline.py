@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT
 from embrace_fx.runtime.launch import recorder as recorder_module
-from embrace_fx.runtime.launch import step_times
 from embrace_fx.runtime.launch import timeline as timeline_module
 from embrace_fx.runtime.launch.profile import Profile, make_profile
 from embrace_fx.runtime.launch.recorder import RecordedCopy, Recorder, Recording, Transfer, compute_spans
@@ -97,8 +96,7 @@ def test_a_recording_holds_what_ran_and_what_was_waited_for(monkeypatch: pytest.
         now_s[0] += seconds
         return seconds
 
-    for module in (recorder_module, step_times):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     clock = Mock(now=lambda: now_s[0] + 500, seconds=lambda moment: moment + 500)
     recorder = Recorder(clock, bytes_in_use=lambda: int(now_s[0]))
     with RecordedCopy(CHUNK, 3, recorder), recorder.waiting(CHUNK):  # nothing is recorded yet
