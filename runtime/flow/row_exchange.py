@@ -57,13 +57,7 @@ class RowExchange:
     """
 
     def __init__(
-        self,
-        table: Table,
-        communicator: Communicator,
-        launcher: Launcher,
-        delayed_chunks: int,
-        *,
-        overlaps: bool,
+        self, table: Table, communicator: Communicator, launcher: Launcher, delayed_chunks: int, *, overlaps: bool
     ) -> None:
         self.table, self.delayed_chunks, self.overlaps = table, delayed_chunks, overlaps
         self._communicator, self._launcher, self._recorder = communicator, launcher, launcher.recorder
@@ -109,15 +103,14 @@ class RowExchange:
 
     def _begin_batch(self, ids: Tensor, counts: Tensor) -> Routing:
         """Begins the forward of a batch, given as for `routing`. Returns which of its rows have not been sent yet."""
-        early, batch = self._early, self.routing(ids, counts)
+        early, gradient, batch = self._early, self.gradient, self.routing(ids, counts)
         if early is not None and early.whole is batch:
-            (late,) = early.rest()
-            self.gradient.begin_batch(batch)
-            return late
-        self.gradient.apply()  # needed if no row was sent early, or the early rows were for another batch
-        self.sent = []
-        self.gradient.begin_batch(batch)
-        return batch
+            (left,) = early.rest()
+        else:  # no row was sent early, or the early rows were for another batch
+            gradient.apply()
+            self.sent, left = [], batch
+        gradient.batch, gradient.prior = batch, None
+        return left
 
     def await_rows(
         self, launch: OperationId, ids: Tensor, counts: Tensor, table: str, dtype: torch.dtype, name: str

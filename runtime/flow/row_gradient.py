@@ -85,10 +85,6 @@ class RowGradient:
 
     # -- from its backward ---------------------------------------------------------------------------------------------
 
-    def begin_batch(self, batch: Routing) -> None:
-        """Begins the forward of a batch, given which of the table's rows it reads."""
-        self.batch, self.prior = batch, None
-
     def begin_backward(self) -> None:
         """Begins a backward, whose gradients are sent together unless `RowExchange.cut_batches` splits them. Applies
         the rest of the last optimizer step's update, except the delayed parts, which are applied later.
@@ -167,12 +163,7 @@ class RowGradient:
         """Sets the `.grad` of the table's parameters, except those named in `absent`, to this gradient, or adds it to a
         gradient that is already there. `unreduced` is whether it is only this rank's own, as under `no_sync`.
         """
-        self._late = GradientFuture(self._make_wait())
-        self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
-
-    def _make_wait(self) -> Callable[[], list[Sequence[Rows]]]:
-        """Returns a function that waits for the gradient, split by parameter. It does not keep the model alive."""
-        found, by, split = ref(self._table), ref(self._launcher), self._table.split
+        found, by, split = ref(self._table), ref(self._launcher), self._table.split  # `.grad` must not keep the model
         parts, sums = tuple(self.parts.values()), self._sums  # copy the parts, because a step removes some of them
 
         def wait() -> list[Sequence[Rows]]:
@@ -187,7 +178,8 @@ class RowGradient:
                 raise RuntimeError(GONE)
             return [list(rows) for rows in zip(*(split(*rows) for rows in arrived), strict=True)]
 
-        return wait
+        self._late = GradientFuture(wait)
+        self._table.gradient.deliver(self._late, absent, unreduced=unreduced)
 
     # -- until a step has taken it -------------------------------------------------------------------------------------
 
