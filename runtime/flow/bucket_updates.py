@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from itertools import repeat
-from operator import is_not
 from typing import Any
 from weakref import ref
 
@@ -155,7 +153,9 @@ class Bucket:
         self.parameters, self.sent = self._find(self._names), sent
 
     def deliver(self, without: Set[int]) -> None:
-        """Sets `.grad` to tensors that wait for the reduction when they are used, except for the `id`s in `without`."""
+        """Sets `.grad` to tensors that wait for the reduction when they are used, except for the `id`s in `without`.
+        Adds to gradients that are already there, for which it waits.
+        """
         sent, itself = self.sent, ref(self)
         assert sent is not None
 
@@ -169,16 +169,15 @@ class Bucket:
 
         self.late = GradientFuture(wait)
         found = PendingGradient.create_all(self.parameters, self.late, sparse=sent[0].is_sparse)
+        sums = list[tuple[Tensor, Tensor]]()
         for parameter, gradient in zip(self.parameters, found, strict=True):
             if id(parameter) not in without:
-                parameter.grad = gradient
-
-    def add_to_gradients(self, without: Set[int]) -> None:
-        """Waits for the gradients, and adds them to `.grad`, except those whose parameter's `id` is in `without`."""
-        gradients, self.sent = self._wait_for_gradients(self.sent), None
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            if id(parameter) not in without:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    sums.append((parameter.grad, gradient))
+        for total, own in sums:  # last, because the first sum waits for the bucket, and sets the others' `.grad`
+            total.add_(own)
 
     def wait(self) -> None:
         """Waits for the reduction, unless an optimizer step is left to the next forward, which then waits."""
@@ -200,7 +199,7 @@ class Bucket:
             self.sent = self.late = None
 
     def _finish(self, others: Sequence[Bucket] = ()) -> Sequence[Tensor]:
-        """Waits for the reductions and applies the optimizer steps that wait for them. Returns own gradients."""
+        """Waits for the reductions and applies the optimizer steps that wait for them. Returns its gradients."""
         buckets = (self, *others)
         landed = [bucket._wait_for_gradients(bucket.sent) for bucket in buckets]
         updates, given = list[_Update](), list[tuple[nn.Parameter, Tensor, Tensor | None]]()
@@ -312,20 +311,11 @@ class Buckets:
         self.all[k].take_reduction((flat, [self._submitted.pop(launch) for launch in mine]))
 
     def deliver(self, numbers: Sequence[int], absent: Collection[nn.Parameter] = ()) -> None:
-        """Sets the `.grad` of the parameters of some buckets, except the `absent` ones, to tensors that wait for the
-        reduction when they are used. If any of these parameters already has a gradient, waits for all reductions and
-        adds their gradients instead.
-        """
-        without, buckets = {id(parameter) for parameter in absent}, [self.all[k] for k in numbers]
-        gradients = [p.grad for bucket in buckets for p in bucket.parameters if id(p) not in without]
-        summed = any(map(is_not, gradients, repeat(None)))
-        self._stood_in |= bool(buckets) and not summed
-        for bucket in buckets:
-            if not summed:
-                bucket.deliver(without)
-                continue
-            with self._launcher.flushing():  # rows of the next forward may come before the buckets in the launch order
-                bucket.add_to_gradients(without)
+        """Sets the `.grad` of the parameters of some buckets, except the `absent` ones, or adds to it."""
+        without = {id(parameter) for parameter in absent}
+        self._stood_in |= bool(numbers)
+        for k in numbers:
+            self.all[k].deliver(without)
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
