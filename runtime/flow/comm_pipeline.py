@@ -253,7 +253,7 @@ class CommPipeline:
             bucket.apply()
         nodes_apply = self.looks_ahead and variant.left
         for name, exchange in self.exchanges.items():
-            exchange.gradient.begin_backward()
+            exchange.gradient.prior = None  # gradients are sent together unless `cut_batches` splits them
             if name not in program.routes or not nodes_apply:
                 exchange.gradient.apply()
         if not self.is_within_steps:

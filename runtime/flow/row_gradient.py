@@ -85,17 +85,6 @@ class RowGradient:
 
     # -- from its backward ---------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """Begins a backward, whose gradients are sent together unless `RowExchange.cut_batches` splits them. Applies
-        the rest of the last optimizer step's update, except the delayed parts, which are applied later.
-        """
-        self.prior = None
-        left = [launch for launch in self.parts if launch.part != "delayed"] if self.step is not None else ()
-        if left:
-            with self._launcher.flushing():  # rows of this forward come before the gradients in the launch order
-                for launch in left:
-                    self.apply(launch)
-
     def submit_gradients(
         self,
         launch: OperationId,
