@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ from torch import Tensor, fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.runtime.flow.bucket_updates import Bucket, Buckets
-from embrace_fx.runtime.flow.next_batch import IdsProgram, NextBatch, announce_batch, read_batch
+from embrace_fx.runtime.flow.next_batch import ANNOUNCEMENT, IdsProgram, NextBatch
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.flow.row_gradient import RowGradient
 from embrace_fx.runtime.launch.launch_queue import LaunchQueue, Ticket
 from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.recorder import Clock, Recorder
 from embrace_fx.runtime.ranks.backward_barrier import BackwardBarrier
+from embrace_fx.runtime.ranks.bad_batches import unreadable_batch
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import TrainingGraph, Values
@@ -44,6 +47,13 @@ from embrace_fx.vocabulary.operation_id import (
     compute_id,
 )
 from embrace_fx.vocabulary.step_variant import Arrival, BackwardVariant, ForwardVariant
+
+_OTHER_BATCH, _OVERTOOK, _SHARES_DEVICE = 1, 2, 4
+"""Bits that a rank announces: it had not prepared its batch as the next one, it has launched out of the planned order
+since the last backward, another model launches on its device."""
+
+RowCounts = list[tuple[int, ...]]
+"""For each rank, how many rows of each table a batch reads; -1 if this is unknown."""
 
 Absent = Callable[[ForwardVariant], Sequence[OperationId]]
 Kernels = Callable[[fx.Node], Callable[..., Any] | None]
@@ -133,22 +143,22 @@ class CommPipeline:
             values, bad = expected.values, None
             rows = expected.unique
         else:
-            values, rows, bad = read_batch(self.announcements, program, leaves)
+            values, rows, bad = self._read_batch(program, leaves)
         coming = following.sizes() if following is not None and self.looks_ahead else None
-        everyone = announce_batch(self.announcements, self.launcher, rows, coming, bad, found=found)
-        self.announcements.record_rows(program.tables, everyone.rows)
+        state, read_now, read_next = self._announce(rows, coming, bad, found=found)
+        self.announcements.record_rows(program.tables, read_now)
         self.after_announcement()
-        self._shares_device = everyone.shares_device
-        if everyone.overtook:
+        self._shares_device = bool(state & _SHARES_DEVICE)
+        if state & _OVERTOOK:
             self.launcher.queue.enqueue_submitted()
-        if expected is not None and everyone.found:
+        if expected is not None and not state & _OTHER_BATCH:
             expected.route(self.launcher.wait)
         else:
             if expected is not None and not is_batch:  # this rank has called the model with another batch
                 self._warn()
             self._forget_rows()
             if program.tables:
-                ids = self.communicator.gather_rows_read(rows, everyone.rows, program.num_rows, "ids")
+                ids = self.communicator.gather_rows_read(rows, read_now, program.num_rows, "ids")
                 program.route(values, self.communicator.wait(ids))
         self._valid, self._handed_out = True, False
         for exchange in self.exchanges.values():
@@ -157,8 +167,8 @@ class CommPipeline:
                     exchange.gradient.wait()
         self.launcher.begin_forward()
         self._coming = None
-        if following is not None and program.routes and min(chain.from_iterable(everyone.coming), default=0) >= 0:
-            following.announced = everyone.coming
+        if following is not None and program.routes and min(chain.from_iterable(read_next), default=0) >= 0:
+            following.announced = read_next
             for table, (ids_name, counts_name) in program.routes.items():
                 following.current[table] = self.exchanges[table].routing(values[ids_name], values[counts_name])
             self._coming = following
@@ -181,6 +191,42 @@ class CommPipeline:
             if not exchange.is_usable(compare=self._handed_out):
                 return None
         return ahead
+
+    def _read_batch(self, program: IdsProgram, leaves: Sequence[Any]) -> tuple[Values, list[Tensor], str | None]:
+        """Returns the values computed from the ids of a flattened batch, the unique rows of each table, and the
+        description of an invalid id, if there is one.
+
+        Raises:
+            PeerFailure: this rank cannot compute the rows. The other ranks raise it too, at their announcement.
+        """
+        try:
+            values = program.unique(leaves)
+        except Exception as error:  # catch any error, because the other ranks must be informed
+            self.announcements.announce_step((), unreadable_batch(error))
+            raise
+        unique = program.rows_of_batch(values)
+        return values, unique, program.bad_id(unique)
+
+    def _announce(
+        self, rows: Sequence[Tensor], coming: Sequence[int] | None, failure: str | None, *, found: bool
+    ) -> tuple[int, RowCounts, RowCounts]:
+        """Announces this rank's batch to all ranks. Collective. Returns the bits that any rank has set, and how many
+        rows each rank's batch reads, and its next batch.
+
+        Args:
+            rows: for each table, the unique rows that the batch reads.
+            coming: for each table, how many rows the next batch reads, or None if the next batch is not known.
+            failure: the reason why this rank cannot use its batch, or None.
+
+        Raises:
+            PeerFailure: a rank cannot continue. Raised on every rank.
+        """
+        now, queue = [each.numel() for each in rows], self.launcher.queue
+        state = (not found) * _OTHER_BATCH + (not queue.was_in_order()) * _OVERTOOK
+        own = [state + queue.shares_device * _SHARES_DEVICE, *now, *(coming or [-1] * len(now))]
+        everyone = self.recorder.timed(ANNOUNCEMENT, self.announcements.announce_step, own, failure)
+        states, end = [row[0] for row in everyone], 1 + len(now)
+        return reduce(or_, states), [row[1:end] for row in everyone], [row[end:] for row in everyone]
 
     def _begin_compute(self) -> None:
         """Records, for time measurements, that the forward's compute begins."""

@@ -69,23 +69,15 @@ class HeadExchange:
 
         return ended
 
-    def gather_counts(self, labels: Tensor | None, table: str, group: str, group_size: int, *_: object) -> InFlight:
+    def gather_counts(self, labels: Tensor | None, table: str, group: str, *_: object) -> InFlight:
         """Starts gathering how many labels each of N ranks scores: (N,). A failed rank passes None for its own."""
         own = torch.tensor([0 if labels is None else len(labels)], device="cpu")
         self._counting[table] = found = self._communicator.gather_equal(own, group)
-        sent_bytes = own.nbytes * (group_size - 1)
+        sent_bytes = own.nbytes * (self._communicator.world_size - 1)
         return replace(found, value=found.value.view(-1), measured=lambda: sent_bytes)
 
     def gather_positions(
-        self,
-        rows: Tensor,
-        counts: Tensor | None,
-        chunk: int,
-        chunks: int,
-        table: str,
-        group: str,
-        group_size: int,
-        *_: object,
+        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, *_: object
     ) -> InFlight:
         """Starts gathering one chunk of `rows` from all ranks. The result has all ranks' rows, in rank order.
 
@@ -99,20 +91,12 @@ class HeadExchange:
             rows = rows.new_zeros((sizes[self._communicator.rank], *shape))
         elif chunks > 1:
             rows = rows[slice(*chunk_bounds(len(rows), chunk, chunks))]
-        sent_bytes = rows.nbytes * (group_size - 1)
+        sent_bytes = rows.nbytes * (self._communicator.world_size - 1)
         found = self._communicator.gather_unequal(rows.reshape(-1), [size * shape.numel() for size in sizes], group)
         return replace(found, value=found.value.view(sum(sizes), *shape), measured=lambda: sent_bytes)
 
     def scatter_positions(
-        self,
-        rows: Tensor,
-        counts: Tensor | None,
-        chunk: int,
-        chunks: int,
-        table: str,
-        group: str,
-        group_size: int,
-        *_: object,
+        self, rows: Tensor, counts: Tensor | None, chunk: int, chunks: int, table: str, group: str, *_: object
     ) -> InFlight:
         """Starts sending the `rows` of one chunk to the ranks that have their labelled positions. The result has, from
         each rank in order, one row for each of this rank's positions in the chunk.
@@ -124,14 +108,15 @@ class HeadExchange:
         sizes, shape = self._chunk_sizes(counts, chunk, chunks, table), rows.shape[1:]
         if counts is None:
             rows = rows.new_zeros((sum(sizes), *shape))
-        if group_size == 1:
+        rank, ranks = self._communicator.rank, self._communicator.world_size
+        if ranks == 1:
             return InFlight(rows, None)
-        of_ranks, rank = [size * shape.numel() for size in sizes], self._communicator.rank
-        own = [of_ranks[rank]] * group_size
+        of_ranks = [size * shape.numel() for size in sizes]
+        own = [of_ranks[rank]] * ranks
         sent_bytes = (rows.numel() - own[0]) * rows.element_size()
         arrived = rows.new_empty((sum(own),))
         found = self._communicator.all_to_all(arrived, rows.reshape(-1), own, of_ranks, group)
-        return replace(found, value=found.value.view(group_size * sizes[rank], *shape), measured=lambda: sent_bytes)
+        return replace(found, value=found.value.view(ranks * sizes[rank], *shape), measured=lambda: sent_bytes)
 
     def _chunk_sizes(self, counts: Tensor | None, chunk: int, chunks: int, table: str) -> list[int]:
         """Returns how many positions of a chunk each rank has. If `counts` is None, uses the counts last gathered."""

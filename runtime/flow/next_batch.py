@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import and_, or_
 from typing import Any
 
 import torch
@@ -27,13 +25,11 @@ from embrace_fx.runtime.flow.routing import PaddedRouting, Routing, SplitAhead, 
 from embrace_fx.runtime.flow.row_exchange import RowExchange
 from embrace_fx.runtime.kernels import unpack_ids
 from embrace_fx.runtime.launch.launch_queue import Ticket
-from embrace_fx.runtime.launch.launcher import Launcher
 from embrace_fx.runtime.launch.stream_queue import StreamTicket
 from embrace_fx.runtime.launch.streams import Event, Streams
-from embrace_fx.runtime.ranks.bad_batches import describe_bad_id, unreadable_batch
+from embrace_fx.runtime.ranks.bad_batches import describe_bad_id
 from embrace_fx.runtime.ranks.communicator import Communicator, InFlight
 from embrace_fx.runtime.ranks.groups import LANE_GROUP
-from embrace_fx.runtime.ranks.step_handshake import StepHandshake
 from embrace_fx.runtime.tables.table import Member
 from embrace_fx.vocabulary.graph import Values
 from embrace_fx.vocabulary.joined_table import JoinedTable
@@ -42,9 +38,6 @@ from embrace_fx.vocabulary.version_snapshot import VersionSnapshot
 
 ANNOUNCEMENT = OperationId("ids", "announcement", "early", lane="ids")
 """What a recording shows of the wait for the slowest rank."""
-
-_FOUND, _OVERTOOK, _SHARES = 1, 2, 4
-"""Bits of the state that a rank announces, as in `HandshakeResult`."""
 
 
 @dataclass(frozen=True)
@@ -272,72 +265,3 @@ class DeviceBatch(NextBatch):
         by_identity = {id(rows): rows[:count] for rows, count in zip(self.unique, counts, strict=True)}
         self.unique = [by_identity[id(rows)] for rows in self.unique]
         self.values |= {name: by_identity[id(v)] for name, v in self.values.items() if id(v) in by_identity}
-
-
-@dataclass(frozen=True)
-class HandshakeResult:
-    """What all ranks have announced about their batches at the start of a forward.
-
-    Attributes:
-        found: whether every rank's batch is the one that it had prepared.
-        overtook: whether any rank has launched out of the planned order since the last backward.
-        shares_device: whether another model launches on any rank's device.
-        rows, coming: for each rank, how many rows of each table its batch reads, and its next batch; -1 if unknown.
-    """
-
-    found: bool
-    overtook: bool
-    shares_device: bool
-    rows: list[tuple[int, ...]]
-    coming: list[tuple[int, ...]]
-
-
-def announce_batch(
-    announcements: StepHandshake,
-    launcher: Launcher,
-    rows: Sequence[Tensor],
-    coming: Sequence[int] | None,
-    failure: str | None,
-    *,
-    found: bool,
-) -> HandshakeResult:
-    """Announces this rank's batch to all ranks, and returns what all ranks have announced. Collective.
-
-    Args:
-        rows, coming: for each table, the unique rows that the batch reads, and the number that the next batch reads.
-        failure: the reason why this rank cannot use its batch, or None.
-
-    Raises:
-        PeerFailure: a rank cannot continue. Raised on every rank.
-    """
-    now = [each.numel() for each in rows]
-    queue = launcher.queue
-    state = found * _FOUND + (not queue.was_in_order()) * _OVERTOOK + queue.shares_device * _SHARES
-    own = [state, *now, *(coming or [-1] * len(now))]
-    everyone = launcher.recorder.timed(ANNOUNCEMENT, announcements.announce_step, own, failure)
-    states, end = [row[0] for row in everyone], 1 + len(now)
-    return HandshakeResult(
-        bool(reduce(and_, states) & _FOUND),
-        bool(reduce(or_, states) & _OVERTOOK),
-        bool(reduce(or_, states) & _SHARES),
-        [row[1:end] for row in everyone],
-        [row[end:] for row in everyone],
-    )
-
-
-def read_batch(
-    announcements: StepHandshake, program: IdsProgram, leaves: Sequence[Any]
-) -> tuple[Values, list[Tensor], str | None]:
-    """Returns the values that are computed from the ids of a flattened batch, the unique rows of each table, and
-    the description of an invalid id, if there is one.
-
-    Raises:
-        PeerFailure: this rank cannot compute the rows. The other ranks raise it too, at their announcement.
-    """
-    try:
-        values = program.unique(leaves)
-    except Exception as error:  # catch any error, because the other ranks must be informed
-        announcements.announce_step((), unreadable_batch(error))
-        raise
-    unique = program.rows_of_batch(values)
-    return values, unique, program.bad_id(unique)

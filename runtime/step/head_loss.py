@@ -58,7 +58,7 @@ class HeadLoss(torch.autograd.Function):
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.wait_for_ranks(f"loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
-        where = promise.table, _GROUP, ranks
+        where = promise.table, _GROUP
         positions, own_labels = scored_positions(labels, head.ignore_index, table.shape[0])
         counts = communicator.wait(exchange.gather_counts(own_labels, *where))
         labelling, own = exchange.gather_positions(own_labels, counts, 0, 1, *where), hidden.index_select(0, positions)
@@ -95,7 +95,7 @@ class HeadLoss(torch.autograd.Function):
         table, ranks, rank = state.tables[promise.table], communicator.world_size, communicator.rank
         communicator.wait_for_ranks(f"gradient of the loss of logits of the sharded {promise.table}")
         exchange, chunks = HeadExchange(communicator), promise.chunks
-        where = promise.table, _GROUP, ranks
+        where = promise.table, _GROUP
         own = _gradient_coefficients(head, gradient, log_sums, positions, labels, table.shape[0])
         all_coefficients = communicator.wait(exchange.gather_positions(own, counts, 0, 1, *where))
         of_table, of_own_bias, sending = torch.zeros_like(local), local.new_zeros(len(local)), []
