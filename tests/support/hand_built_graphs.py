@@ -16,8 +16,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import embrace_fx.vocabulary.again_ops
 import embrace_fx.vocabulary.ops  # noqa: F401  (declares the ops)
 from embrace_fx.passes.overlap.rows import SubmitRows
+from embrace_fx.vocabulary.copy_ops import offload_id, reload_id
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -33,6 +35,7 @@ from embrace_fx.vocabulary.graph import (
     Tangent,
     TrainingGraph,
 )
+from embrace_fx.vocabulary.operation_id import OperationId
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -74,6 +77,19 @@ class Builder:
         node = self.graph.create_node("call_function", op, args, name=name)
         with self.mode, torch.no_grad():
             node.meta["val"] = op(*fx.map_arg(args, self._value))
+        return node
+
+    def again(self, node: fx.Node, *args: Any) -> fx.Node:
+        """Adds a node that computes another one again."""
+        assert callable(node.target)
+        copied = self.call(node.target, *args, name=f"{node.name}_again")
+        copied.meta["again"] = node.name
+        return copied
+
+    def copy(self, op: Callable[..., object], value: fx.Node, of: OperationId, name: str) -> fx.Node:
+        """Adds a node that begins or awaits the copy `of`."""
+        node = self.call(op, value, str(of), name=name)
+        node.meta["launch"] = of
         return node
 
     def _value(self, node: fx.Node) -> Any:
@@ -211,6 +227,36 @@ def dynamic_graph() -> TrainingGraph:
     found = b.call(aten.nonzero.default, flat, name="found")
     scaled = b.call(aten.mul.Tensor, b.constant("scale"), 2.0, name="scaled")
     return b.done((found, Result(0)), (scaled, Result(1)), (None, Gradient(BatchInput(0))))
+
+
+def memory_graph() -> TrainingGraph:
+    """What the backward computes again: two draws, and a sum with a buffer that the forward writes. The sum leaves
+    memory meanwhile.
+    """
+    b = Builder()
+    cpu, total, x = torch.device("cpu"), b.input("total", Buffer("total"), B, D), b.input("x", BatchInput(0), B, D)
+    tangent, unwritten = b.input("tangent", Tangent(0), B, D), b.call(embrace.copy_unwritten.default, total, name="old")
+    states, draws = [], []
+    for k in range(2):
+        states.append(b.call(embrace.random_state.default, cpu, name=f"state_{k}"))
+        draws.append(b.call(aten.bernoulli.p, x, 0.5, name=f"draw_{k}"))
+    h = b.call(aten.add.Tensor, total, b.call(aten.mul.Tensor, *draws, name="mask"), name="h")
+    view = b.call(aten.view.default, h, [B, D], name="view")
+    result = b.call(aten.relu.default, view, name="result")
+    out, back = offload_id("h"), reload_id("h")
+    stored = b.copy(embrace.await_offload.default, b.copy(embrace.offload.default, h, out, "leaving"), out, "stored")
+    new_total = b.call(aten.add.Tensor, total, x, name="new_total")
+    now = b.call(embrace.begin_replay.default, states[0], cpu, name="now")
+    again = [b.again(draw, x, 0.5) for draw in draws]
+    b.call(embrace.end_replay.default, now, cpu, name="end")
+    b.again(h, unwritten, b.again(*named(b, "mask"), *again))
+    returned = b.copy(
+        embrace.await_reload.default, b.copy(embrace.reload.default, stored, back, "coming"), back, "back"
+    )
+    scaled = b.call(aten.mul.Tensor, tangent, named(b, "h_again")[0], name="scaled")
+    gradient = b.call(aten.mul.Tensor, scaled, returned, name="gradient")
+    results = (new_total, Mutation(Buffer("total"))), (result, Result(0))
+    return b.done(*results, (gradient, Gradient(BatchInput(0))))
 
 
 def widen_z(graph: TrainingGraph) -> None:

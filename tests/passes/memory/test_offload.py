@@ -6,7 +6,6 @@ import functools
 import os
 import resource
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +29,11 @@ from embrace_fx.passes.pipeline import run_passes
 from embrace_fx.passes.scheduler.launch_order import schedule
 from embrace_fx.passes.scheduler.step_graph import build_single_process
 from embrace_fx.passes.step_memory import Storage, step_memory
-from embrace_fx.passes.verifier.invariants import VerificationError, verify
 from embrace_fx.runtime.memory import copies
 from embrace_fx.runtime.memory.copies import FileCopies, PinnedCopies
 from embrace_fx.runtime.ranks.failure import PeerFailure
 from embrace_fx.session import offloading
-from embrace_fx.vocabulary.copy_ops import AWAIT_RELOAD, OFFLOAD, offload_id, reload_id
+from embrace_fx.vocabulary.copy_ops import OFFLOAD, offload_id, reload_id
 from embrace_fx.vocabulary.graph import TrainingGraph
 from embrace_fx.vocabulary.ops import op_name
 from tests.support.budgets import IDS, make
@@ -126,63 +124,6 @@ def test_what_one_rank_cannot_copy_is_an_error_on_every_rank(how: str, expected:
 def test_options_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="Pass table_memory or memory_budget"):
         embrace_fx.compile(make(Block), spill_to="/tmp")
-
-
-def _reads_what_has_gone(nodes: dict[str, fx.Node]) -> None:
-    back = next(node for node in nodes.values() if op_name(node) == AWAIT_RELOAD)
-    back.replace_all_uses_with(nodes[back.name.removesuffix("_await_reload")])
-
-
-def _reads_on_its_way(nodes: dict[str, fx.Node]) -> None:
-    back = next(node for node in nodes.values() if op_name(node) == AWAIT_RELOAD)
-    back.replace_all_uses_with(back.all_input_nodes[0], delete_user_cb=lambda user: user is not back)
-
-
-def _another_copy(nodes: dict[str, fx.Node]) -> None:
-    first, second = [node for node in nodes.values() if op_name(node) == OFFLOAD][:2]
-    first.meta["launch"], first.args = second.meta["launch"], (first.args[0], second.args[1])
-
-
-def _freed_too_early(nodes: dict[str, fx.Node]) -> None:
-    """Moves the wait for an offload before the forward's last read of the value."""
-    for node in nodes.values():
-        if op_name(node) != OFFLOAD:
-            continue
-        (end,) = node.users
-        readers = [u for u in node.all_input_nodes[0].users if u is not node]
-        if readers and readers[0].name in nodes:
-            node.append(end)
-            return
-
-
-@pytest.mark.parametrize(
-    ("change", "invariant"),
-    [
-        (_reads_what_has_gone, "copies_in_pairs|freed_values_unread"),
-        (_reads_on_its_way, "copies_in_pairs"),
-        (_another_copy, "copies_in_pairs"),
-        (_freed_too_early, "freed_values_unread"),
-    ],
-)
-def test_a_graph_that_reads_what_is_not_there_is_refused(
-    change: Callable[[dict[str, fx.Node]], None], invariant: str
-) -> None:
-    graph = offloaded().edit()
-    verify(graph, after="nothing")
-    change({node.name: node for node in graph.graph.nodes})
-    with pytest.raises(VerificationError, match=invariant):
-        verify(graph, after="a broken pass")
-
-
-def test_a_graph_that_holds_more_than_it_may_is_refused() -> None:
-    """All values are reloaded at the beginning of the backward."""
-    graph = offloaded().edit()
-    assert graph.memory_limit is not None
-    reloads = [node for node in graph.graph.nodes if op_name(node) == "embrace::reload"]
-    for node in reloads[1:]:
-        reloads[0].append(node)
-    with pytest.raises(VerificationError, match="within_memory_limit: expected at most"):
-        verify(graph, after="a broken pass")
 
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=6)

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import embrace_fx
-from embrace_fx.passes.dropout import EagerDropout
-from embrace_fx.passes.memory.regions import RecomputeRegions
-from embrace_fx.passes.pipeline import run_passes
-from embrace_fx.passes.verifier.invariants import VerificationError, verify
-from embrace_fx.vocabulary.graph import TrainingGraph
 from tests.support.cases import long_but
 from tests.support.checkpointed import (
     FORMS,
@@ -31,7 +25,6 @@ from tests.support.checkpointed import (
     gradients,
 )
 from tests.support.counted_memory import CountedMemory
-from tests.support.graphs import analysed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected that context_fn:UserWarning")
 
@@ -94,52 +87,3 @@ def test_the_generator_goes_on_as_without_checkpointing() -> None:
         gradients(own, call, IDS)
         after.append(torch.rand(3))
     assert torch.equal(*after)
-
-
-def _other_input(nodes: dict[str, fx.Node]) -> None:
-    nodes["tanh_again"].args = (nodes["view_7_again"],)
-
-
-def _other_op(nodes: dict[str, fx.Node]) -> None:
-    nodes["tanh_again"].target = torch.ops.aten.sigmoid.default
-
-
-def _end_too_early(nodes: dict[str, fx.Node]) -> None:
-    nodes["native_dropout_5_drawn_again"].prepend(nodes["native_dropout_5_drawn_replayed"])
-
-
-def _another_state(nodes: dict[str, fx.Node]) -> None:
-    nodes["native_dropout_4_drawn_replay"].args = (
-        nodes["native_dropout_2_drawn_state"],
-        *nodes["native_dropout_4_drawn_replay"].args[1:],
-    )
-
-
-def _first_draw_left_out(nodes: dict[str, fx.Node]) -> None:
-    noise = nodes["native_dropout_drawn_again"]
-    noise.replace_all_uses_with(nodes["native_dropout_drawn"])
-    noise.graph.erase_node(noise)
-
-
-@cache
-def _with_copies() -> TrainingGraph:
-    model, _ = pair(FORMS["not reentrant"])
-    return run_passes(analysed(model, IDS), (EagerDropout(), RecomputeRegions())).graph
-
-
-@pytest.mark.parametrize(
-    ("change", "invariant"),
-    [
-        (_other_input, "copies_equal_originals"),
-        (_other_op, "copies_equal_originals"),
-        (_end_too_early, "replays_draw_equally"),
-        pytest.param(_another_state, "replays_draw_equally", marks=pytest.mark.long),
-        (_first_draw_left_out, "replays_draw_equally"),
-    ],
-)
-def test_a_copy_that_is_none_is_refused(change: Callable[[dict[str, fx.Node]], None], invariant: str) -> None:
-    graph = _with_copies().edit()
-    verify(graph, after="nothing")
-    change({node.name: node for node in graph.graph.nodes})
-    with pytest.raises(VerificationError, match=invariant):
-        verify(graph, after="a broken pass")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
+from embrace_fx.passes.partition import Partition
 from embrace_fx.passes.verifier.invariants import INVARIANTS, VerificationError, verify
 from embrace_fx.passes.verifier.windows import INVARIANTS as WINDOW_INVARIANTS
+from embrace_fx.vocabulary.copy_ops import offload_id
 from embrace_fx.vocabulary.graph import (
     BatchInput,
     Buffer,
@@ -26,6 +29,7 @@ from embrace_fx.vocabulary.graph import (
     copy_module,
     set_outputs,
 )
+from embrace_fx.vocabulary.operation_id import OperationId
 from tests.support.golden import check_golden
 from tests.support.hand_built_graphs import (
     B,
@@ -34,6 +38,7 @@ from tests.support.hand_built_graphs import (
     d,
     dense_graph,
     dynamic_graph,
+    memory_graph,
     overlapped_graph,
     partitioned_graph,
     table_graph,
@@ -45,6 +50,8 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 embrace = torch.ops.embrace
 
+PEAK_BYTES = 10688
+
 LEGAL = {
     "reduced in place": dense_graph,
     "reduced": lambda: dense_graph(c10d.all_reduce.default),
@@ -52,6 +59,7 @@ LEGAL = {
     "two tables": two_tables_graph,
     "partitioned": partitioned_graph,
     "overlapped": overlapped_graph,
+    "again, and out of memory": lambda: replace(memory_graph(), memory_limit=PEAK_BYTES),
     "symbolic sizes, constants": dynamic_graph,
 }
 
@@ -220,6 +228,75 @@ def launch_lost_in_partition(graph: TrainingGraph) -> TrainingGraph:
     return TrainingGraph(graph.module, phases={**graph.phases, "backward": gradients})
 
 
+def argument(name: str, place: int, new: Any) -> Break:
+    """Gives a node another argument: the value of the node of that name, or else `new` itself."""
+
+    def change(graph: TrainingGraph) -> None:
+        nodes = {node.name: node for node in graph.graph.nodes}
+        nodes[name].update_arg(place, nodes.get(new, new))
+
+    return change
+
+
+def erased(name: str, instead: str = "") -> Break:
+    def erase(graph: TrainingGraph) -> None:
+        if instead:
+            graph.node(name).replace_all_uses_with(graph.node(instead))
+        graph.graph.erase_node(graph.node(name))
+
+    return erase
+
+
+def moved(name: str, before: str) -> Break:
+    return lambda graph: graph.node(before).prepend(graph.node(name))
+
+
+def launched_again(graph: TrainingGraph) -> None:
+    x = graph.node("x")
+    launch = inserted(graph, "now", c10d.all_reduce.default, x, "sum", "dense", like=x)
+    inserted(graph, "now", c10d.wait_tensor.default, launch, like=x)
+    launch.meta["again"] = "x"
+
+
+def replayed(op: Callable[..., object], before: str, of: str, like: str) -> Break:
+    """Begins or ends a replay once more."""
+
+    def insert(graph: TrainingGraph) -> None:
+        inserted(graph, before, op, graph.node(of), torch.device("cpu"), like=graph.node(like))
+
+    return insert
+
+
+def state_of_nothing(graph: TrainingGraph) -> None:
+    state = graph.node("state_0")
+    graph.node("now").update_arg(0, inserted(graph, "now", aten.clone.default, state, like=state))
+
+
+def copy_named(name: str, of: OperationId) -> Break:
+    def rename(graph: TrainingGraph) -> None:
+        graph.node(name).update_arg(1, str(of))
+        graph.node(name).meta["launch"] = of
+
+    return rename
+
+
+def not_reloaded(graph: TrainingGraph) -> None:
+    erased("back", instead="scaled")(graph)
+    erased("coming")(graph)
+
+
+def saved_although_offloaded(graph: TrainingGraph) -> TrainingGraph:
+    set_outputs(
+        graph.module,
+        [(graph.node("h") if isinstance(role, Gradient) else value, role) for value, role in graph.outputs()],
+    )
+    return Partition()(graph)
+
+
+def limited_to(limit: int) -> Break:
+    return lambda graph: replace(graph, memory_limit=limit)
+
+
 BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
     "definitions_before_uses": {
         "use before definition": (dense_graph, lambda graph: graph.node("y").append(graph.node("mm"))),
@@ -230,6 +307,7 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
     "known_targets": {
         "opaque Python": (dense_graph, calls("z", torch.relu)),
         "arithmetic on tensors": (dense_graph, calls("y", operator.add)),
+        "a call of a method": (dense_graph, lambda graph: setattr(graph.node("z"), "op", "call_method")),
     },
     "values_have_roles": {
         "an input without role": (dense_graph, forgets("w", "role")),
@@ -286,6 +364,38 @@ BROKEN: dict[str, dict[str, tuple[Callable[[], TrainingGraph], Break]]] = {
         "an option from the batch": (table_graph, option_from_the_batch),
         "a launch lost in partition": (partitioned_graph, launch_lost_in_partition),
     },
+    "copies_equal_originals": {
+        "other inputs": (memory_graph, argument("h_again", 1, "draw_0_again")),
+        "another op": (memory_graph, calls("mask_again", aten.add.Tensor)),
+        "a copy of nothing": (memory_graph, lambda graph: graph.node("h_again").meta.update(again="nothing")),
+        "what the forward has written": (memory_graph, argument("h_again", 0, "total")),
+        "communication again": (memory_graph, launched_again),
+    },
+    "replays_draw_equally": {
+        "a replay within a replay": (
+            memory_graph,
+            replayed(embrace.begin_replay.default, "draw_0_again", "state_0", "now"),
+        ),
+        "no state": (memory_graph, state_of_nothing),
+        "ended twice": (memory_graph, replayed(embrace.end_replay.default, "mask_again", "now", "end")),
+        "from another state": (memory_graph, argument("now", 0, "state_1")),
+        "the first draw left out": (memory_graph, erased("draw_0_again", instead="draw_0")),
+        "a draw after the replay": (memory_graph, moved("end", before="draw_1_again")),
+        "no end": (memory_graph, erased("end")),
+    },
+    "copies_in_pairs": {
+        "begun twice": (memory_graph, copy_named("coming", offload_id("h"))),
+        "another copy in the text": (memory_graph, argument("coming", 1, "another")),
+        "read on its way": (memory_graph, reads("gradient", "coming", instead_of="back")),
+        "read by nobody": (memory_graph, not_reloaded),
+        "an await of another copy": (memory_graph, copy_named("back", offload_id("h"))),
+    },
+    "freed_values_unread": {
+        "read after it has left": (memory_graph, reads("gradient", "h", instead_of="back")),
+        "a view of it": (memory_graph, reads("gradient", "view", instead_of="back")),
+        "saved all the same": (memory_graph, saved_although_offloaded),
+    },
+    "within_memory_limit": {"one byte too many": (memory_graph, limited_to(PEAK_BYTES - 1))},
     "exchanged_once": {
         "a row gradient that is not submitted": (overlapped_graph, lost_row_gradient),
         "rows awaited twice": (overlapped_graph, rows_awaited_twice),
@@ -307,8 +417,6 @@ def test_broken_graphs_name_their_invariants() -> None:
 
 
 def test_every_invariant_has_a_broken_graph() -> None:
-    """Those of what is computed again, or leaves memory, are in tests/passes/memory, those of two windows in
-    test_windows.py, those of what phases leave each other in test_step_variants.py."""
-    elsewhere = (".again", ".copies", ".under_way")
+    """Those of two windows are in test_windows.py, those of what phases leave each other in test_step_variants.py."""
     every = (*INVARIANTS, WINDOW_INVARIANTS[0])
-    assert list(BROKEN) == [c.__name__ for c in every if not c.__module__.endswith(elsewhere)]
+    assert list(BROKEN) == [c.__name__ for c in every if not c.__module__.endswith(".under_way")]
