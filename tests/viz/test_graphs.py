@@ -12,10 +12,13 @@ from torch import nn
 import embrace_fx
 from embrace_fx.passes.overlap.order import OrderCompute
 from embrace_fx.passes.pipeline import CompiledGraph, run_passes
+from embrace_fx.viz import drawing
 from embrace_fx.viz.drawing import fold_nodes
 from embrace_fx.viz.graphs import Graphs
 from embrace_fx.vocabulary.graph import PHASES
 from embrace_fx.vocabulary.ops import LAUNCHES, SUBMISSIONS, op_name
+from tests.support.golden import check_golden
+from tests.support.hand_built_graphs import dense_graph, overlapped_graph, two_tables_graph
 from tests.support.language_models import captured, passes_of
 from tests.support.ranks import run_ranks
 
@@ -60,15 +63,30 @@ def test_a_folded_graph_has_each_launch_once_and_all_else_in_blocks(graphs: Grap
 
 def test_drawings(graphs: Graphs, tmp_path: Path) -> None:
     graphs.save(tmp_path / "new" / "graphs.svg")
-    graphs.save(tmp_path / "graphs.dot")
     graphs.save(tmp_path / "sharded.svg", "shard_tables")
     for name in ("new/graphs.svg", "sharded.svg"):
         ET.parse(tmp_path / name)
-    drawn = (tmp_path / "new" / "graphs.svg").read_text()
-    assert "words.weight prior" in drawn
-    text = (tmp_path / "graphs.dot").read_text()
-    assert text.count("->") > 20
-    assert text.startswith("digraph")
+    assert "words.weight prior" in (tmp_path / "new" / "graphs.svg").read_text()
+
+
+LAYS_OUT = """#!/bin/sh
+printf '<?xml version="1.0"?>\\n<svg width="9pt" options="%s">' "$*"
+/bin/cat
+printf '</svg>'
+"""
+
+
+def test_drawings_with_and_without_graphviz(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    parts = {"joint": dense_graph().module, **overlapped_graph().phases, "tables": two_tables_graph().module}
+    boxes = drawing.svg(parts, 'of "a" < b')
+    told = [boxes]
+    for script in (LAYS_OUT, "#!/bin/sh\nexit 1\n"):
+        (tmp_path / "dot").write_text(script)
+        (tmp_path / "dot").chmod(0o755)
+        told.append(drawing.svg(parts, 'of "a" < b'))
+    assert told.pop() == boxes  # Graphviz has failed
+    check_golden("drawings", "\n\n".join(told))
 
 
 def test_what_cannot_be_drawn_is_refused(graphs: Graphs, tmp_path: Path) -> None:
