@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -12,16 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 import embrace_fx
 from embrace_fx import what_if
 from embrace_fx.cost.devices import DEVICES, NVME
 from embrace_fx.cost.links import Cluster, Handling, Link
 from embrace_fx.cost.storage import StorageTier
+from embrace_fx.planning import findings
 from embrace_fx.runtime.tables.model_state import ModelState
 from embrace_fx.vocabulary.graph import TrainingGraph
-from embrace_fx.vocabulary.plan import Decision, Grid
+from embrace_fx.vocabulary.plan import Decision, Grid, Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from embrace_fx.what_if import Forecast
 from tests.support.golden import brief, check_golden
@@ -93,8 +95,8 @@ CASES: dict[str, dict[str, Any]] = {
         "world_size": 8,
     },
 }
-SHOWN = ("alone", "two ranks, slow", "schedule none", "beyond memory, in bytes")
-WEIGHED = ("two ranks, slow", "H100", "int8")
+SHOWN = ("alone", "two ranks, slow", "schedule none", "on grids", "beyond memory, in bytes")
+WEIGHED = ("two ranks, slow", "H100", "int8", "too many ids to gather from one rank")
 with torch.device("meta"):
     MODEL = Everything()
 
@@ -139,4 +141,77 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     found = graph()
     monkeypatch.setattr(what_if, "_capture_batch", lambda model, state, batch: (found, [*batch]))
     lines = [line for name, options in CASES.items() for line in of_case(name, planned(options))]
-    check_golden("plans", re.sub(r"\S*/test_plans\.py:\d+", "this file", "\n".join(dict.fromkeys(lines))))
+    monkeypatch.setattr(findings, "MOST_GATHERED_IDS", 2 * batch(0)[0].unique().numel() - 1)
+    lines += of_case("too many ids to gather from one rank", planned({"cluster": SLOW, "schedule": "none"}))
+    check_golden("plans", _without_lines_of_this_file("\n".join(dict.fromkeys(lines))))
+
+
+def _without_lines_of_this_file(text: str) -> str:
+    return re.sub(r"\S*/test_plans\.py:\d+", "this file", text)
+
+
+def two_of(kind: Callable[[Any], Optimizer]) -> Callable[[Any], list[Optimizer]]:
+    return lambda parameters: [kind(parameters), kind(parameters)]
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "no table is sharded": {"strategy": "allreduce", "table_memory": 0.5},
+    "no such table": {"table_memory": {"users*": 0.5, "nothing*": 0.5}},
+    "on a grid": {"strategy": {"users*": Grid(2, 1)}, "table_memory": {"users*": 0.5}},
+    "whole": {"table_memory": {"shops*": 0.5}},
+    "without an optimizer": {"optimizer": lambda parameters: [], "table_memory": {"tags*": 0.5}},
+    "two optimizers": {"optimizer": two_of(SGD), "table_memory": {"users*": 0.5, "tags*": 0.5}},
+    "swept": {"optimizer": Adam, "row_updates": "sweep", "table_memory": 0.5},
+    "one step reads more": {"table_memory": {"users*": 1e4}},
+    "a row too few": {"table_memory": {"users*": 40.0}},
+}
+Change = Callable[[Plan], Plan]
+
+
+def decided(name: str, **new: Any) -> Change:
+    return lambda plan: replace(
+        plan, decisions=tuple(replace(each, **new) if each.parameter == name else each for each in plan)
+    )
+
+
+GIVEN: dict[str, Change] = {
+    "as it was": lambda plan: plan,
+    "of other ranks": lambda plan: replace(plan, world_size=3),
+    "of fewer parameters": lambda plan: replace(plan, decisions=plan.decisions[2:]),
+    "of another shape": decided("users.weight", shape=(60_000, 31)),
+    "frozen": decided("users.weight", strategy="frozen"),
+    "trained, though frozen": decided("scale", strategy="allreduce"),
+    "unused": decided("hidden.0.bias", strategy="unused"),
+    "used, though unused": decided("spare.bias", strategy="allreduce"),
+    "no table": decided("hidden.0.weight", strategy="alltoall"),
+    "no output layer": decided("hidden.0.weight", strategy="vocabulary"),
+    "read by another op": decided("places.weight", strategy="alltoall"),
+    "shared with a table": decided("words.weight", strategy="vocabulary"),
+    "sharded by columns": decided("shops.weight", strategy="alltoall"),
+    "rounded": decided("users.weight", travels_as="bf16"),
+    "not rounded": lambda plan: replace(plan, decisions=tuple(replace(each, travels_as="int8") for each in plan)),
+}
+
+
+def test_refused_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit one model, for each change of a plan, and why tables cannot leave memory."""
+    found = graph()
+    monkeypatch.setattr(what_if, "_capture_batch", lambda model, state, batch: (found, [*batch]))
+    lines = []
+    for name, options in REFUSED.items():
+        with pytest.raises(ValueError, match="table_memory") as refused:
+            planned({"strategy": SHARDED} | options)
+        lines.append(f"{name}: {refused.value}")
+    forecast = planned({"strategy": SHARDED, "cluster": SLOW, "schedule": "vertical"})
+    given = Plan(**{field.name: getattr(forecast, field.name) for field in fields(Plan)})
+    context: Any = forecast._context
+    for name, change in GIVEN.items():
+        changed = change(given)
+        told = list(findings._disagreements(context, found, changed))
+        lines += [f"{name}: {each}" for each in told]
+        with pytest.raises(ValueError, match=re.escape(told[0])) if told else nullcontext():
+            assert findings.reuse_plan(context, found, changed) is changed
+    for asked in ("auto", "none"):
+        again = findings.reuse_plan(replace(context, options=replace(context.options, schedule=asked)), found, given)
+        lines.append(f"schedule {asked}: {again.schedule_name}, because {again.chosen_because}")
+    check_golden("plans_refused", _without_lines_of_this_file("\n".join(lines)))

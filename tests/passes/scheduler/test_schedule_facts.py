@@ -10,7 +10,7 @@ from torch import nn
 
 import embrace_fx
 from embrace_fx.cost.links import all_reduce, exchange
-from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, rescale_to_ranks, table_places
+from embrace_fx.passes.scheduler.schedule_facts import ddp_exposed_ms, rescale_to_ranks
 from embrace_fx.viz.page import GLOSSARY
 from embrace_fx.viz.picture import Picture
 from embrace_fx.what_if import Forecast
@@ -32,21 +32,6 @@ def planned() -> Forecast:
     batch = (torch.arange(64), torch.arange(64) % 5)
     asked = {"users.weight": "alltoall", "shops.weight": "allreduce"}
     return embrace_fx.plan(Ratings(), batch, world_size=4, strategy=asked, cluster=embrace_fx.Cluster(1e4, 0.1))
-
-
-def test_a_table_on_a_grid_tells_rows_and_columns() -> None:
-    grid = embrace_fx.plan(
-        Ratings(),
-        (torch.arange(64), torch.arange(64) % 5),
-        world_size=4,
-        strategy={"users.weight": embrace_fx.Grid(2, 2)},
-    )
-    assert table_places(grid)[0].parts == (
-        "columns 0 to 4, rows 0, 2, ..",
-        "columns 5 to 9, rows 0, 2, ..",
-        "columns 0 to 4, rows 1, 3, ..",
-        "columns 5 to 9, rows 1, 3, ..",
-    )
 
 
 def test_ddp_waits_for_the_tables_after_the_backward(planned: Forecast) -> None:
