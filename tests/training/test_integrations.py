@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+from tests.support.ranks import close_pool, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -49,6 +54,60 @@ CASES = [
     pytest.param("lightning_loop.py", ("--of-parts",), id="lightning, several children"),
     pytest.param("lightning_loop.py", ("--precision", "bf16-mixed"), id="lightning, bf16"),
 ]
+
+
+BRIEF = {
+    "accelerate_loop.py": ("--steps", "2", "--accumulate", "2"),
+    "trainer_loop.py": ("--steps", "10"),
+    "lightning_loop.py": ("--steps", "2", "--accumulate", "2"),
+    "lightning_loop.py, several children": ("--steps", "2", "--of-parts"),
+}
+RESUMED = ("trainer_loop.py", "lightning_loop.py")
+
+
+def run_both(rank: int, ranks: int, folder: Path) -> list[set[str]]:
+    """Runs examples as `run` does, and some again from what they have saved. Returns what Trainer has logged."""
+    from accelerate.state import AcceleratorState  # noqa: PLC0415  (these imports take seconds)
+    from transformers import Trainer  # noqa: PLC0415
+
+    from embrace_fx.integrations.transformers import EmbraceTrainer  # noqa: PLC0415
+
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    logged, log, leave = list[set[str]](), Trainer.log, dist.destroy_process_group
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}.items():
+            patch.setenv(name, str(value))
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(dist, "destroy_process_group", lambda group=None: None if group is None else leave(group))
+        patch.setattr(EmbraceTrainer, "logs_metrics", True)
+        patch.setattr(Trainer, "log", lambda self, logs, *rest: [logged.append({*logs}), log(self, logs, *rest)][1])
+        for name, options in BRIEF.items():
+            script = name.partition(",")[0]
+            for system in ("ddp", "embrace_fx"):
+                saved, output = folder / f"{name} {system}" / SAVED[script], folder / f"{name} {system}"
+                resume = ("--steps", str(int(options[1]) + 2), "--resume", str(saved))
+                for more in ((), resume) if name in RESUMED else ((),):
+                    AcceleratorState._reset_state(reset_partial_state=True)
+                    output = output / "again" if more else output
+                    output.mkdir(parents=True, exist_ok=True)
+                    patch.setattr(sys, "argv", [script, "--system", system, "--output", str(output), *options, *more])
+                    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return logged
+
+
+def test_a_few_steps_are_ddps(tmp_path: Path) -> None:
+    own = {"embrace_fx/tables_sharded", "embrace_fx/sent_bytes_predicted", "embrace_fx/sent_bytes_ddp"}
+    logged, _ = run_ranks(2, run_both, tmp_path)
+    close_pool()  # later tests need no ranks that have imported so much
+    assert [own <= each for each in logged] == [k >= len(logged) / 2 and "loss" in e for k, e in enumerate(logged)]
+    for name in BRIEF:
+        for place in ("", "again") if name in RESUMED else ("",):
+            expected, found = (
+                json.loads((tmp_path / f"{name} {system}" / place / LOSSES[name.partition(",")[0]]).read_text())
+                for system in ("ddp", "embrace_fx")
+            )
+            assert_near(found, expected)
 
 
 @pytest.mark.long

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-
-pytestmark = pytest.mark.long
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_parts_without_a_forward_are_refused(lightning: Any) -> None:
             self.words, self.top = parts().values()
 
     strategy = strategy_of(Apart())
-    with pytest.raises(ValueError, match=r"Apart has no forward, .* they are in top, words"):
+    with pytest.raises(ValueError, match=r"Apart has no forward\(\), .* they are in top, words"):
         strategy.configure_ddp()  # type: ignore[attr-defined]
 
 
@@ -69,3 +68,20 @@ def test_a_step_that_does_not_call_the_forward_is_refused(lightning: Any) -> Non
     with pytest.raises(RuntimeError, match=r"Apart\.training_step\(\) did not call self\("):
         strategy.training_step(words)  # type: ignore[attr-defined]
     strategy.compiled.close()  # type: ignore[attr-defined]
+
+
+def test_metrics_are_logged_every_few_steps(lightning: Any) -> None:
+    from embrace_fx.integrations.lightning import EmbraceMetrics, EmbraceStrategy  # noqa: PLC0415
+
+    strategy, told = EmbraceStrategy(), list[Any]()
+    trainer, module = (
+        SimpleNamespace(strategy=None, global_step=0, log_every_n_steps=3),
+        SimpleNamespace(log_dict=told.append),
+    )
+    for used in (None, strategy):
+        trainer.strategy = used
+        EmbraceMetrics().on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    strategy.compiled = SimpleNamespace(metrics=lambda: {"step_ms": trainer.global_step})  # type: ignore[assignment]
+    for trainer.global_step in range(1, 7):
+        EmbraceMetrics().on_train_batch_end(trainer, module)  # type: ignore[arg-type]
+    assert told == [{"embrace_fx/step_ms": 3}, {"embrace_fx/step_ms": 6}]

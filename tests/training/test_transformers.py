@@ -118,5 +118,9 @@ def test_a_trainer_smooths_shifted_labels_as_of_the_plain_model() -> None:
     """By the class of what it unwraps, it knows a causal model, whose labels it shifts."""
     model = TRAININGS["gpt2"].make_model()
     accelerator = EmbraceAccelerator(cpu=True)
-    assert accelerator.unwrap_model(accelerator.prepare_model(model)) is model
+    compiled = accelerator.prepare_model(model)
+    assert accelerator.unwrap_model(compiled) is model
     assert accelerator.unwrap_model(model) is model
+    assert accelerator.prepare_model(compiled) is compiled
+    assert accelerator._models[-1] is compiled
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
