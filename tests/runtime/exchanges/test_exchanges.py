@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import pytest
@@ -22,8 +22,9 @@ from torch import Tensor
 from embrace_fx.cost.links import Cluster
 from embrace_fx.runtime.exchanges import omnireduce
 from embrace_fx.runtime.exchanges.channel import Channel
-from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
-from embrace_fx.vocabulary.plan import EXCHANGES
+from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, create_exchanges, exchange_gradient_
+from embrace_fx.runtime.ranks.communicator import Communicator
+from embrace_fx.vocabulary.plan import EXCHANGES, Decision, Plan
 from tests.support.exchange_cases import DTYPES, PATTERNS, WAYS, D, V, Way, bernoulli
 from tests.support.ranks import run_ranks
 
@@ -206,6 +207,29 @@ def test_receives_are_posted_before_sends_and_nothing_empty_is_sent() -> None:
     assert found[0] == ([("send", 1, 1), ("send", 2, 2)], [])
     assert found[1] == ([("recv", 0, 1), ("recv", 2, 1), ("send", 2, 2)], [0.0, 1.0, 2.0])
     assert found[2] == ([("recv", 1, 2), ("recv", 0, 2), ("send", 1, 1)], [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+
+
+def started_exchanges(rank: int, world_size: int) -> list[Any]:
+    """Starts the exchanges of a plan's buckets, of which one is AllReduced, on a thread and at once."""
+    ways = {"a": "allgather", "b": "allreduce", "c": "omnireduce"}
+    decisions = tuple(Decision(name, (4, 2), False, way, "", 0, 0, 0.0) for name, way in ways.items())
+    plan, communicator = Plan(world_size, decisions, (("a",), ("b",), ("c",))), Communicator(dist.group.WORLD)
+    parameters = dict.fromkeys(ways, torch.zeros(4, 2)).__getitem__
+    found: list[Any] = [create_exchanges(replace(plan, buckets=(("b",),)), parameters, communicator, at_once=True)]
+    for at_once in (False, True):
+        start = create_exchanges(plan, parameters, communicator, at_once=at_once)
+        for k, flat in ((0, torch.tensor([0.0, 0, 0, 0, 2, 4, 0, 0])), (2, torch.arange(8.0))):
+            launched = start[k](flat * (rank + 1), f"bucket {k}")
+            assert (launched.work is None) == at_once
+            assert launched.measured is not None
+            found.append((k, communicator.wait(launched).tolist(), launched.measured()))
+        found.append(sorted(start))
+    return found
+
+
+def test_exchanges_of_buckets_run_on_a_thread_or_at_once() -> None:
+    one_row, every = [0, 0, 0, 0, 3, 6, 0, 0], [0, 1.5, 3, 4.5, 6, 7.5, 9, 10.5]
+    assert run_ranks(2, started_exchanges) == [[{}, *[(0, one_row, 20), (2, every, 38), [0, 2]] * 2]] * 2
 
 
 def test_every_sparse_strategy_of_a_plan_has_an_exchange() -> None:
