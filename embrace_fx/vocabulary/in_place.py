@@ -36,7 +36,7 @@ def overwritten_argument(node: fx.Node) -> int | None:
         return None
     for position in (0, 1) if node.target in _COMMUTE and not node.kwargs else (0,):
         source = node.args[position]
-        if isinstance(source, fx.Node) and _is_only_read_by(source, node) and same_layout(source, node):
+        if isinstance(source, fx.Node) and _is_read_once(source) and same_layout(source, node):
             return position
     return None
 
@@ -48,9 +48,9 @@ def yields_views(op: OpOverload) -> bool:
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
-def _is_only_read_by(source: fx.Node, user: fx.Node) -> bool:
-    """Returns whether only `user` reads `source`, and no other value shares its memory."""
-    return len(source.users) == 1 and user.all_input_nodes.count(source) == 1 and _owns_memory(source)
+def _is_read_once(node: fx.Node) -> bool:
+    """Returns whether only one node reads a node's value, and no other value shares its memory."""
+    return len(node.users) == 1 and _owns_memory(node)
 
 
 def _owns_memory(node: fx.Node) -> bool:
