@@ -176,10 +176,10 @@ def place_of_main_thread() -> str:
     code of the user, returns the line in a library.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "a thread that has ended"
     lines = list(traceback.walk_stack(frame))
     own = [(f, line) for f, line in lines if not f.f_code.co_filename.startswith(_LIBRARIES)]
-    if not lines:
-        return "a thread that has ended"
     found, line = (own or lines)[0]
     return f"{Path(found.f_code.co_filename).name}:{line}"
 

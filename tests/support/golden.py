@@ -89,11 +89,13 @@ def check_transcript(name: str, answer: Callable[[list[str]], list[str]]) -> Non
 
 
 def run_lines(room: str, modules: Sequence[str], lines: list[str]) -> list[str]:
-    """Returns what an interactive Python with the names of these modules of `runtime` shows after each line."""
+    """Returns what an interactive Python with the names of these modules of the package's `room` shows after each
+    line.
+    """
     known: dict[str, Any] = {"torch": torch, "tensor": torch.tensor, "math": math, "cpu": torch.device("cpu")}
     known["numbered"] = lambda *shape: torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
     for name in (room, *(f"{room}.{module}" for module in modules)):
-        known |= vars(import_module(f"embrace_fx.runtime.{name}"))
+        known |= vars(import_module(f"embrace_fx.{name}"))
     found = []
     for line in lines:
         with contextlib.redirect_stdout(io.StringIO()) as shown:

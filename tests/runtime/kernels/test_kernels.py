@@ -99,7 +99,7 @@ def _examples() -> dict[str, tuple[Any, ...]]:
 
 
 def test_kernels_return_what_their_transcript_shows() -> None:
-    check_transcript("kernels", partial(run_lines, "kernels", ("grid", "head", "rounding")))
+    check_transcript("kernels", partial(run_lines, "runtime.kernels", ("grid", "head", "rounding")))
 
 
 def test_every_local_kernel_has_an_example() -> None:

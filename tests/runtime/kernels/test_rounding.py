@@ -54,8 +54,3 @@ def test_the_wire_takes_the_bytes_that_are_planned(form: Format, pieces: Pieces)
 def test_blocks_of_a_dense_tensor_take_the_bytes_that_are_planned() -> None:
     values = drawn([(1, 1000)], 0)
     assert encode(values, as_blocks(1000), "int8").nbytes == Wire(4, "int8").dense_bytes(1000) == 1004
-
-
-def test_narrow_numbers_are_not_rounded() -> None:
-    assert [Wire(2, each).is_narrower for each in FORMATS] == [False, False, False, True]
-    assert Wire(2, "bf16").row_bytes(8) == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from embrace_fx.runtime.ranks.messages import send_parts
 from embrace_fx.runtime.ranks.worker import Worker
+from tests.support.golden import check_transcript, run_lines
 from tests.support.ranks import run_ranks
 
 
@@ -36,3 +38,24 @@ def hear_of_a_rank_that_is_gone(rank: int, world_size: int, when_s: float) -> st
 def test_whoever_waits_hears_of_a_rank_that_is_gone(when_s: float) -> None:
     """The rank exits before the first message, or during the messages."""
     assert run_ranks(2, hear_of_a_rank_that_is_gone, when_s, timeout_s=60)[0]
+
+
+def sends_parts(rank: int, ranks: int) -> list[list[list[float]]]:
+    """Sends 0 to 2 numbers to each rank, as over gloo, as over NCCL, and as over what the group has."""
+    found = []
+    for backend in ("gloo", "nccl", ""):
+        sent = [torch.full(((rank + 2 * to) % 3,), 10.0 * rank + to) for to in range(ranks)]
+        received = [torch.zeros((source + 2 * rank) % 3) for source in range(ranks)]
+        send_parts(dist.group.WORLD, sent, received, backend=backend).wait()  # type: ignore[arg-type]
+        found.append([each.tolist() for each in received])
+    return found
+
+
+def test_every_rank_gets_its_parts() -> None:
+    for rank, found in enumerate(run_ranks(4, sends_parts)):
+        assert found == [[[10.0 * source + rank] * ((source + 2 * rank) % 3) for source in range(4)]] * 3
+
+
+def test_what_ranks_tell_each_other() -> None:
+    modules = ("failure", "step_handshake", "step_checks", "bad_batches", "checksums", "wire_rounding", "worker")
+    check_transcript("ranks", partial(run_lines, "runtime.ranks", modules))

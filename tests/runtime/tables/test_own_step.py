@@ -46,4 +46,4 @@ def test_the_optimizer_is_as_it_was_while_its_step_is_taken_over_other_tensors()
 
 def test_tables_do_what_their_transcript_shows() -> None:
     modules = ("own_step", "row_store", "gradient_storage", "history", "model_state", "pending_parameters")
-    check_transcript("tables", partial(run_lines, "tables", (*modules, "placement", "shard_layout", "table")))
+    check_transcript("tables", partial(run_lines, "runtime.tables", (*modules, "placement", "shard_layout", "table")))

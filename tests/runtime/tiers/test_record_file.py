@@ -118,4 +118,4 @@ def test_first_values_are_normal_and_do_not_depend_on_their_company() -> None:
 
 def test_bookkeeping_does_what_its_transcript_shows() -> None:
     modules = ("budget", "initial", "record_file", "records", "slots", "slot_history")
-    check_transcript("tiers", partial(run_lines, "tiers", (*modules, "working_set")))
+    check_transcript("tiers", partial(run_lines, "runtime.tiers", (*modules, "working_set")))
