@@ -19,7 +19,7 @@ from embrace_fx.capture.errors import CaptureError, RefusedError
 from embrace_fx.capture.module_tables import possible_rows
 from embrace_fx.vocabulary.graph import BatchInput, Buffer, Gradient, Mutation, Parameter, source_of
 from tests.support.captures import Model, captured, check_values, inputs, model_of, outputs, plain
-from tests.support.golden import check_golden
+from tests.support.golden import check_golden, check_transcript, run_lines
 from tests.support.graphs import IDS, classifier, text
 
 
@@ -205,6 +205,11 @@ def test_golden_of_errors() -> None:
         assert device == "meta" or all(map(torch.equal, model.buffers(), before))
         lines += [f"# {forward.__name__}, {device}", str(error), f"{error.reason}, {error.where}, {error.raised!r}"]
     check_golden("capture_errors", re.sub(r"[^\s']*?(\w+\.py):\d+", r"\1", "\n".join(lines)))
+
+
+def test_arguments_results_errors_and_values_read() -> None:
+    modules = ("arguments", "errors", "result_objects", "read_values")
+    check_transcript("arguments", partial(run_lines, "capture", modules))
 
 
 class WritesItsInput(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from embrace_fx.cost.sparsity import Sparsity, extrapolate, in_blocks, independe
 from embrace_fx.cost.sparsity import with_units_by_rank as with_units
 from embrace_fx.cost.storage import Draws, RowMemory, StorageTier, combine_memories
 from embrace_fx.cost.wire import FORMATS, Wire
-from tests.support.golden import brief, check_golden
+from tests.support.golden import brief, check_golden, check_transcript, run_lines
 
 SLOW = Handling(2e5, 3e5, 7e4, 3e-3, 0.7)
 OF_EACH = tuple((each, Link(9e3 * k, 0.3 / k, 0.4 * k % 1)) for k, each in enumerate(COLLECTIVES, start=1))
@@ -116,3 +117,7 @@ def of_storage() -> Iterator[tuple[str, Any]]:
 def test_costs() -> None:
     sections = (of_links(), of_exchanges(), of_blocks(), of_storage())
     check_golden("costs", "\n\n".join("\n".join(f"{name}: {brief(of)}" for name, of in each) for each in sections))
+
+
+def test_costs_counted_by_hand() -> None:
+    check_transcript("cost", partial(run_lines, "cost", ("links", "sparsity")))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from embrace_fx.cost.exchanges import Prediction, Scheme, predict
 from embrace_fx.cost.links import Cluster
-from embrace_fx.cost.sparsity import Sparsity, measure_sparsity, range_starts
+from embrace_fx.cost.sparsity import Sparsity, measure_sparsity
 from embrace_fx.runtime.exchanges.blocks import cut_rows
 from embrace_fx.runtime.exchanges.gradient import RowSet
 from embrace_fx.runtime.exchanges.in_place import STRATEGY_OF, exchange_gradient_
@@ -148,12 +148,3 @@ def test_messages_of_doubling_are_as_predicted() -> None:
     for world_size in (2, 3, 4):
         busiest = max(results["zen_hierarchical", "few rows"].messages for results in visit(world_size))
         assert busiest == predicted("zen_hierarchical", "few rows", world_size).mean.messages - 2 * (world_size == 3)
-
-
-def test_sparsity_is_measured() -> None:
-    sparsity = measure_sparsity([torch.tensor(ids) for ids in ([0, 1], [1], [1, 2, 7])], 8, width=3, itemsize=4)
-    assert sparsity.units_by_rank == (2, 1, 3)
-    assert sparsity.unions == pytest.approx((2.0, 3.0, 4.0))  # unions of 1, 2 and 3 neighbouring ranks
-    # Ranges 0-1, 2-4, 5-7 have 4, 1, 1 of all ranks' 6 units, and 2, 1, 1 of the union's 4 units.
-    assert range_starts(8, 3) == [0, 2, 5]
-    assert (sparsity.push_imbalance, sparsity.pull_imbalance) == (4 * 3 / 6, 2 * 3 / 4)

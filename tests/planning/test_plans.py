@@ -164,6 +164,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "swept": {"optimizer": Adam, "row_updates": "sweep", "table_memory": 0.5},
     "one step reads more": {"table_memory": {"users*": 1e4}},
     "a row too few": {"table_memory": {"users*": 40.0}},
+    "a grid of other ranks": {"strategy": Grid(2, 2), "world_size": 8},
+    "a grid of more columns than there are": {"strategy": {"normed*": Grid(1, 32)}, "world_size": 32},
+    "a grid without rows": {"strategy": {"users*": Grid(0, 8)}, "world_size": 8},
+    "a grid for no table": {"strategy": {"user.*": Grid(1, 2)}},
 }
 Change = Callable[[Plan], Plan]
 
@@ -199,7 +203,7 @@ def test_refused_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(what_if, "_capture_batch", lambda model, state, batch: (found, [*batch]))
     lines = []
     for name, options in REFUSED.items():
-        with pytest.raises(ValueError, match="table_memory") as refused:
+        with pytest.raises(ValueError, match=r"table_memory|Grid|strategy") as refused:
             planned({"strategy": SHARDED} | options)
         lines.append(f"{name}: {refused.value}")
     forecast = planned({"strategy": SHARDED, "cluster": SLOW, "schedule": "vertical"})

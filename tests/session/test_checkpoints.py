@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 import embrace_fx
 from embrace_fx.passes.planner.asked_strategies import Strategy
 from tests.support.beside import take_steps
+from tests.support.inside import session_of
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same
 from tests.support.sides import DTYPE, Matching, draw_batch
@@ -141,8 +142,14 @@ def test_a_module_that_contains_a_compiled_model_saves_and_loads_whole_tensors()
 def test_a_model_whose_tables_are_whole_is_pickled_and_copied() -> None:
     run = Run()
     run.train(0, range(2))
-    for found in (pickle.loads(pickle.dumps(run.model.module)), copy.deepcopy(run.model.module)):
-        assert_same(dict(found.state_dict()), parameters(run), DTYPE)
+    ways: tuple[Callable[[Any], Any], ...] = (lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy)
+    for made in ways:
+        compiled, plain = made(run.model), made(run.model.module)
+        assert_same(dict(compiled.state_dict()), parameters(run), DTYPE)
+        assert_same(dict(plain.state_dict()), parameters(run), DTYPE)
+        assert session_of(compiled).options == session_of(run.model).options
+        assert session_of(compiled).optimizers == ()
+        run.train(0, range(1))
 
 
 def averaged(rank: int, world_size: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.optim import SGD
 
 import embrace_fx
 from embrace_fx.capture.errors import CaptureError
+from tests.support.golden import check_transcript, run_lines
 from tests.support.messages import assert_says
 from tests.support.ranks import run_ranks
 from tests.support.words import words_batch, words_model
@@ -23,68 +23,8 @@ def test_a_model_without_a_table_says_so_in_its_report() -> None:
     assert "no tables: every gradient is reduced densely" in model.report()
 
 
-def test_a_model_with_nothing_to_train() -> None:
-    with pytest.raises(ValueError, match="no trainable parameter") as caught:
-        embrace_fx.compile(words_model().requires_grad_(False))
-    assert_says(str(caught.value), "compile()", "Words", "Call the model itself")
-
-
-def test_another_model_in_the_place_of_the_compiled_one() -> None:
-    compiled = embrace_fx.compile(words_model())
-    names = list(compiled.state_dict())
-    with pytest.raises(AttributeError) as caught:
-        compiled.module = words_model()  # type: ignore[misc]
-    assert_says(str(caught.value), "cannot be replaced", "by a Words", "load_state_dict()")
-    assert list(compiled.state_dict()) == names
-
-
-@pytest.mark.parametrize("name", ["report", "plan", "graphs"])
-def test_nothing_to_see_before_the_first_call(name: str) -> None:
-    model = embrace_fx.compile(words_model())
-    with pytest.raises(RuntimeError) as caught:
-        model.report() if name == "report" else getattr(model, name)
-    assert_says(str(caught.value), "There is no plan", "Call the model once")
-
-
-def test_a_second_lookahead_while_the_first_is_read() -> None:
-    model = embrace_fx.compile(words_model())
-    first: Iterator[int] = model.lookahead([1, 2, 3])
-    next(first)
-    with pytest.raises(RuntimeError) as caught:
-        model.lookahead([1, 2, 3])
-    assert_says(str(caught.value), "lookahead(): an earlier lookahead() is not exhausted", "Finish its loop")
-    assert list(first) == [2, 3]
-
-
-def test_a_lookahead_after_one_that_was_finished_or_left() -> None:
-    model = embrace_fx.compile(words_model())
-    for _ in model.lookahead([1, 2]):
-        pass
-    for _ in model.lookahead([1, 2]):
-        break
-    assert list(model.lookahead([3, 4])) == [3, 4]
-
-
-OPTIONS = ("schedule", "row_updates", "backend", "route", "broadcast_buffers", "rows")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ({"optimizer": SGD}, "is the class SGD"),
-        ({"optimizer": "adam"}, "is 'adam' of type str"),
-        ({"strategy": None}, "strategy is None"),
-        ({"cluster": 25}, "cluster is 25"),
-        ({"optimizer": SGD(words_model().parameters(), 0.1)}, "SGD has no parameter of Words"),
-        ({"strategy": "sloppy"}, "no strategy 'sloppy'"),
-        *(({option: "sloppy"}, f"compile.*{option} is 'sloppy'") for option in OPTIONS),
-    ],
-)
-def test_an_argument_of_another_kind(arguments: dict[str, Any], found: str) -> None:
-    with pytest.raises(ValueError, match=found):
-        embrace_fx.compile(words_model(), **arguments)
-    with pytest.raises(ValueError, match=r"not an nn.Module"):
-        embrace_fx.compile(lambda x: x)  # type: ignore[arg-type]
+def test_what_is_said() -> None:
+    check_transcript("misuse", partial(run_lines, "setup", ("agreement", "options")))
 
 
 def test_a_parameter_that_is_converted_after_the_first_call() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from embrace_fx.vocabulary.plan import Candidate, Decision, Plan
-from embrace_fx.vocabulary.plan_summary import LONGEST, give_advice, summarize
+from embrace_fx.vocabulary.plan_summary import LONGEST, summarize
 from embrace_fx.vocabulary.plan_text import render, terminal_width
 from tests.support.golden import check_golden
 
@@ -27,19 +27,6 @@ def test_the_line_is_short_and_names_tables_as_far_as_there_is_room() -> None:
     lines = [summarize(Plan(ranks, tuple(found), ())) for found in lists for ranks in (64, 1)]
     assert max(map(len, lines)) <= LONGEST
     check_golden("plan_lines", "\n".join(lines))
-
-
-def test_the_report_says_how_to_shard_a_whole_table_and_how_to_have_the_plan_again() -> None:
-    slower, slowest, chosen = (Candidate("alltoall", "", 100, ms, 0, f"{ms} times the time") for ms in (3.0, 5.0, 0.5))
-    zen, unable = Candidate("zen", "", 1, 0.1, 0, ""), replace(chosen, rejected="40 of 1000000 rows read")
-    whole = {"user.weight": slowest, "item.weight": slower, "kept.weight": unable, "zen.weight": zen}
-    tables = [table(name, "allreduce", (candidate,)) for name, candidate in whole.items()]
-    sharded = table("sharded.weight", "alltoall", (chosen,))
-    assert give_advice(Plan(2, (*tables, sharded), ())).splitlines() == [
-        'strategy={"item.weight": "alltoall"} would shard item.weight for +2.0 ms a step',
-        'model.plan.save("plan.json") keeps this plan; compile(model, plan="plan.json") repeats it',
-    ]
-    assert give_advice(Plan(1, (sharded,), ())) == ""
 
 
 def test_dense_parameters_share_a_row_of_the_report_and_have_their_own_in_the_plan() -> None:

@@ -9,7 +9,6 @@ from torch import fx
 
 from embrace_fx.cost import links as cost
 from embrace_fx.passes.planner.grouping import with_buckets
-from embrace_fx.passes.planner.plan_fit import rename_parameters
 from embrace_fx.vocabulary.graph import Gradient, Parameter, TrainingGraph
 from embrace_fx.vocabulary.plan import Decision, Plan
 from tests.support.planned import TABLE, planned
@@ -66,9 +65,3 @@ def test_buckets_are_blocks_of_the_forward_the_last_one_first(
 def test_buckets_follow_the_forward_and_not_the_names() -> None:
     (bucket,) = planned(10_000, strategy="allreduce").buckets
     assert bucket.index(TABLE) < bucket.index("linear.weight")
-
-
-def test_renamed_parameters_keep_their_places() -> None:
-    own = tuple(Decision(name, (1,), False, "allreduce", "", 0, 0, 0.0) for name in "ab")
-    found = rename_parameters(Plan(4, own, (("b", "a"),), ("a", "b"), links=LINK), {"a": "c"})
-    assert ([d.parameter for d in found], found.buckets, found.renormed) == (["c", "b"], (("b", "c"),), ("b",))

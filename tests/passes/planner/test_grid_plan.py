@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,24 +127,6 @@ def test_explain_prints_the_grid() -> None:
     assert "alltoall, 64 x 4 grid" in plan.explain()
     assert "128 columns per rank" in " ".join(str(plan).split())
     assert plan.grids == {"table.weight": Grid(64, 4)}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "message"),
-    [
-        (Grid(2, 2), r"Grid\(2, 2\) does not fit table\.weight.*must be 8, the number of ranks"),
-        ({"table.*": Grid(1, 8)}, r"Grid\(1, 8\) does not fit.*at most 4 columns"),
-        ({"table.*": Grid(0, 8)}, r"Grid\(0, 8\) does not fit"),
-        ({"tabel.*": Grid(2, 4)}, r"the pattern 'tabel\.\*' matches no table"),
-    ],
-)
-def test_grids_that_do_not_fit_are_refused(strategy: Mapping[str, Grid] | Grid, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _planned(8, dim=4, strategy=strategy)
-
-
-def test_a_table_that_no_equal_rounds_fill_is_refused() -> None:
-    assert [rows for rows in range(1, 20) if not Grid(4, 1).takes(rows)] == [5, 6, 9]
 
 
 def _compiles_a_bad_grid(rank: int, world_size: int) -> str:

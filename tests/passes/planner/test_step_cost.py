@@ -20,13 +20,10 @@ from embrace_fx.passes.planner.decide import decide
 from embrace_fx.passes.planner.pricing import Findings
 from embrace_fx.passes.planner.step_cost import (
     StepTime,
-    cheapest_schedule,
-    explain_choice,
     has_compute,
     step_times,
-    widest_useful_grid,
 )
-from embrace_fx.vocabulary.plan import Grid, Plan
+from embrace_fx.vocabulary.plan import Plan
 from embrace_fx.vocabulary.schedule import SCHEDULES
 from tests.support.beside import take_steps
 from tests.support.inside import captured_graph_of
@@ -65,16 +62,6 @@ def planned(cluster: Cluster, **options: Any) -> Plan:
     return embrace_fx.plan(model, [batch(0), batch(1)], optimizer=optimizer, cluster=cluster, **options)
 
 
-def test_less_work_and_nothing_hidden_are_told_without_a_sign() -> None:
-    none, full = StepTime(3.0, 2.0, 9.0), StepTime(4.0, 5.5, 9.0)
-    assert explain_choice({"none": none, "2d": full}, "none") == (
-        '"none": "2d" would hide no transfers and cost 3.5 ms of a processor'
-    )
-    assert explain_choice({"none": full, "horizontal": none}, "horizontal") == (
-        '"horizontal": hides 1.0 ms of transfers a step and saves 3.5 ms of a processor'
-    )
-
-
 def test_where_autograd_gives_all_gradients_nothing_is_weighed() -> None:
     given = gradient_graph(dict(Deep().named_parameters()), ["table.weight"], {}, frozenset())
     captured: Any = planned(SHORT)
@@ -93,14 +80,6 @@ def test_a_schedule_in_use_stays_unless_another_is_clearly_faster(
     monkeypatch.setattr(deciding, "step_times", lambda *_: found)
     in_use = decide(replace(auto, schedule="none"))
     assert decide(auto, SHARED, in_use, "given").schedule_name == chosen
-
-
-@pytest.mark.parametrize(("waits_ms", "chosen"), [(7.2, "none"), (6.0, "2d")])
-def test_of_schedules_that_cannot_be_told_apart_the_one_with_least_work_is_chosen(waits_ms: float, chosen: str) -> None:
-    """ "2d" costs 2 ms more work than "none", and hides 2.8 or 4 ms of 10."""
-    found: dict[str, StepTime] = {name: StepTime(10.0, 2.0, 0.0) for name in SCHEDULES}
-    found |= {"none": StepTime(10.0, 1.0, 0.0)}
-    assert cheapest_schedule(found | {"2d": StepTime(waits_ms, 3.0, 0.0)}) == chosen
 
 
 def priced(**facts: Any) -> dict[str, StepTime]:
@@ -158,12 +137,3 @@ def decided(rank: int, world_size: int) -> tuple[str, str]:
 
 def test_rank_0_decides() -> None:
     assert run_ranks(2, decided) == [("none", "none")] * 2
-
-
-@pytest.mark.parametrize(
-    ("columns", "ranks", "grid"),
-    [(512, 4, Grid(1, 4)), (300, 4, Grid(2, 2)), (128, 4, Grid(4, 1)), (100, 4, Grid(4, 1)), (512, 6, Grid(2, 3))],
-)
-def test_a_grid_splits_columns_while_shards_have_128(columns: int, ranks: int, grid: Grid) -> None:
-    table = replace(graph_of(ROWS).tables[0], embedding_dim=columns)
-    assert widest_useful_grid(table, ranks) == grid
