@@ -46,13 +46,13 @@ def test_a_picture_shows_batches_and_exchanges_of_all_ranks(tmp_path: Path, asyn
 def test_asynchronous_ranks_are_drawn_in_spans_of_the_slowest_mean_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Iterations take 2 s on this rank, and 1.5 s on the other one. In step, windows stay what they are."""
     of, drawn = OperationId("own", "weights"), list[Any]()
-    marks = [(of, window, at_s) for window, at_s in ((0, 10.0), (0, 11.9), (0, 12.0), (1, 13.9), (1, 14.0))]
+    marks: list[Any] = [(of, window, at_s) for window, at_s in ((0, 10.0), (0, 11.9), (0, 12.0), (1, 13.9), (1, 14.0))]
     recording = Recording(marks, [(of, 1, 11.9, 12.1)], [Transfer(of, 1, 8, 12.5, 13.0)], 1)
     monkeypatch.setattr(timeline, "gather_timeline", lambda ranks, recorded, steps: drawn.append(recorded))
     for rank, in_step in ((0, True), (0, False), (1, False)):
         monkeypatch.setattr("embrace_fx.viz.save", lambda path, **what: drawn.append((path, what)))
         ranks: Any = SimpleNamespace(rank=rank, gather=lambda own, kind: [own, 1.5])
         timeline.save_timeline("steps.svg", ranks, recording, in_step=in_step)
-    of_time = [(of, window, at_s) for window, (_, _, at_s) in zip((0, 0, 1, 1, 2), marks, strict=True)]
+    of_time: list[Any] = [(of, window, at_s) for window, (_, _, at_s) in zip((0, 0, 1, 1, 2), marks, strict=True)]
     cut = Recording(of_time, [(of, 0, 11.9, 12.1)], [Transfer(of, 1, 8, 12.5, 13.0)], 2)
     assert drawn == [recording, saved := ("steps.svg", {"timeline": None}), cut, saved, cut]

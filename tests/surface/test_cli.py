@@ -137,7 +137,7 @@ def test_what_is_printed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_golden("cli", told.replace(str(folder), "FOLDER"))
 
 
-MACHINE = {
+MACHINE: dict[str, Any] = {
     "platform.python_version": lambda: "3.12.1",
     "sys.version_info": (3, 12),
     "torch.__version__": "2.12.0+cpu",
@@ -208,7 +208,7 @@ def measured(turn_ms: Sequence[int], sent: Sequence[dict[int, int] | None]) -> A
     return SimpleNamespace(perf_counter=partial(next, times), sent_by_connection=partial(next, iter(sent)))
 
 
-SENT = ({}, {1: 5120}, {}, {1: 80}, {1: 80}, {1: 90, 2: 70}, {3: 20}, {3: 10260})
+SENT: tuple[dict[int, int], ...] = ({}, {1: 5120}, {}, {1: 80}, {1: 80}, {1: 90, 2: 70}, {3: 20}, {3: 10260})
 BENCHES: dict[str, Any] = {
     "small --steps 6": ([50, 20, 30, 70], SENT),
     "named --steps 5": ([40, 50], (None, {}, {}, {})),

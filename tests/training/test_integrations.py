@@ -74,6 +74,11 @@ def run_both(rank: int, ranks: int, folder: Path) -> list[set[str]]:
 
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
     logged, log, leave = list[set[str]](), Trainer.log, dist.destroy_process_group
+
+    def noted(self: Any, logs: dict[str, float], *rest: Any) -> None:
+        logged.append({*logs})
+        log(self, logs, *rest)
+
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}.items():
@@ -81,7 +86,7 @@ def run_both(rank: int, ranks: int, folder: Path) -> list[set[str]]:
         patch.syspath_prepend(str(EXAMPLES))
         patch.setattr(dist, "destroy_process_group", lambda group=None: None if group is None else leave(group))
         patch.setattr(EmbraceTrainer, "logs_metrics", True)
-        patch.setattr(Trainer, "log", lambda self, logs, *rest: [logged.append({*logs}), log(self, logs, *rest)][1])
+        patch.setattr(Trainer, "log", noted)
         for name, options in BRIEF.items():
             script = name.partition(",")[0]
             for system in ("ddp", "embrace_fx"):

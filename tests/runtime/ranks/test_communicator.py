@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from embrace_fx.runtime.ranks import backends, groups
+from embrace_fx.runtime.ranks import backends, gathering, groups
 from embrace_fx.runtime.ranks.communicator import Communicator
 from embrace_fx.runtime.ranks.groups import LANE_GROUPS
 from embrace_fx.runtime.ranks.step_handshake import StepHandshake
@@ -83,7 +83,7 @@ def test_what_ranks_tell_each_other_is_checked_on_every_rank(value: object, most
 class OnDevice(torch.Tensor):
     """A tensor that says that it is on a CUDA device."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor).clone()
@@ -148,14 +148,18 @@ def opens_groups_of_nccl(rank: int, world_size: int) -> list[Any]:
 
         return send
 
+    def set_up(device: torch.device) -> Any:
+        told.append(str(device))
+        return contextlib.nullcontext()
+
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "new_group", made)
         patched.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         patched.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
-        patched.setattr(groups, "setup_collectives", lambda device: contextlib.nullcontext(told.append(str(device))))
+        patched.setattr(groups, "setup_collectives", set_up)
         patched.setattr(dist, "all_reduce", sends("all_reduce", dist.all_reduce))
         patched.setattr(dist, "all_to_all_single", sends("all_to_all", dist.all_to_all_single))
-        patched.setattr(groups, "all_gather_single", sends("all_gather", groups.all_gather_single))
+        patched.setattr(groups, "all_gather_single", sends("all_gather", gathering.all_gather_single))
         communicator = Communicator(dist.group.WORLD)
         communicator.open_lanes(lanes=CLASS_LANES[2:3])  # over gloo
         patched.setattr(Communicator, "uses_nccl", lambda self, device: True)
