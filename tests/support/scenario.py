@@ -21,6 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
 import embrace_fx
+from embrace_fx.vocabulary.plan import Grid
 from tests.support.sides import Matching, Words, draw_batch
 
 Wrap = Callable[..., Any]
@@ -43,6 +44,7 @@ class Training:
 
     Attributes:
         is_compiled: whether models are compiled, not wrapped by a reference.
+        grid: the ranks' grid, on which a compiled model's tables are sharded.
         log: what the scenario has noted.
         optimizers: all of its optimizers, whose state is compared at the end.
     """
@@ -55,7 +57,9 @@ class Training:
         *,
         is_compiled: bool,
         kind: type[Matching] = Matching,
+        grid: Grid | None = None,
     ) -> None:
+        self.grid = grid or Grid(1, dist.get_world_size())
         self._kind = kind
         self.rank, self.is_compiled, self._wrap = dist.get_rank(), is_compiled, wrap
         self.log: list[Any] = []
@@ -144,10 +148,11 @@ class Training:
         self.log += [pytree.tree_map_only(Tensor, _copy, value) for value in values]
 
     def columns(self, value: Any) -> Any:
-        """Returns this rank's columns of a table, of its gradient or of its state, as a plain tensor."""
+        """Returns this rank's part of a table, of its gradient or of its state, as a plain tensor."""
         if self.is_compiled:
             return own(value)
-        return value.chunk(dist.get_world_size(), dim=-1)[self.rank]
+        row, column = self.grid.place(self.rank)
+        return value[row :: self.grid.rows].chunk(self.grid.columns, dim=-1)[column]
 
     def ends(self) -> list[Any]:
         """Returns the states of models and optimizers. Collective."""

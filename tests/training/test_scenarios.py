@@ -48,6 +48,8 @@ QUICK = (
     *("the mean is taken away", "all of it in a vector", "its data is halved"),
 )
 """One of each mechanism, of those that share one model, without those of `BESIDE_A_HEAD`: a capture for all of them."""
+NOT_ON_A_GRID = ("state read on one rank", "written through the state dict")
+"""There, all ranks together make a state dict, whose tables are copies by columns that refuse writes."""
 OF_THEIR_OWN = (
     *("buffers shared by attribute", "attributes that trainers ask for", "hooks of all kinds"),
     *("skip grams of bags", "master weights by hand", "rank 0 evaluates and tells", "tables read by counted ids"),
@@ -151,4 +153,5 @@ def test_scenarios_of_models_that_run_as_written_end_where_ddp_does() -> None:
     ],
 )
 def test_scenarios_end_where_ddp_does_in_every_way(room: str, way: str) -> None:
-    _check(ROOMS[room], *WAYS[way])
+    left_out = NOT_ON_A_GRID if way == "a grid" else ()
+    _check([name for name in ROOMS[room] if name not in left_out], *WAYS[way])

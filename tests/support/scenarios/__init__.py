@@ -13,6 +13,7 @@ import torch
 
 import embrace_fx
 from embrace_fx.cost import links as cost
+from embrace_fx.vocabulary.plan import Grid
 from tests.support.parts import differs
 from tests.support.ranks import reset_torch_state
 from tests.support.scenario import OPTIMIZERS, SCENARIOS, Scenario, Shared, Training, Wrap
@@ -96,6 +97,7 @@ def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[s
     kind, module = options.get("optimizer"), options.get("module", Matching)
     of_compile = {key: value for key, value in options.items() if key not in ("optimizer", "module")}
     compiled = functools.partial(embrace_fx.compile, **of_compile)
+    grid = options.get("strategy") if isinstance(options.get("strategy"), Grid) else None
     torch.set_default_dtype(DTYPE)
     shared: Shared | None = None
     found = {}
@@ -115,7 +117,7 @@ def compare(rank: int, world_size: int, names: Sequence[str], options: Mapping[s
                 on = None if scenario.fresh else shared
                 ours = _run(Training(compiled, make, on, is_compiled=True, kind=module), scenario)
                 reference = _without_options(scenario.reference)
-                theirs = _run(Training(reference, make, is_compiled=False, kind=module), scenario)
+                theirs = _run(Training(reference, make, is_compiled=False, kind=module, grid=grid), scenario)
             except BaseException as error:
                 error.add_note(f"in the scenario: {name}")
                 raise
