@@ -129,12 +129,12 @@ def _decide_for_schedule(findings: Findings, links: cost.Cluster, current: Plan 
     tied = {other: fact.name for fact in facts for other in fact.tied}
     wanted = requested_strategies(findings.strategy, tuple(tables), trainable, tied)
     choices = {fact.name: _choose_strategy(pricing, fact, tables.get(fact.name), wanted) for fact in facts}
-    free = [
-        fact
+    auto_tables = {
+        fact.name: (tables[fact.name], fact)
         for fact in facts
         if fact.name in tables and fact.trainable and fact.used and not fact.local and wanted[fact.name] == "auto"
-    ]
-    watched = _watched_tables(pricing, {fact.name: (tables[fact.name], fact) for fact in free})
+    }
+    watched = _watched_tables(pricing, auto_tables)
     choices |= _sharded_to_share_latency(choices, pricing)
     decisions = tuple(_record_decision(fact, choices[fact.name], tables.get(fact.name), pricing) for fact in facts)
     whole = (t.parameter for t in graph.tables if t.max_norm)

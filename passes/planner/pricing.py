@@ -331,11 +331,9 @@ class Pricing:
         wire = Wire(fact.itemsize, self.findings.travels_as)
         for strategy in strategies:
             scheme: Scheme = cheaper_scheme(rows, self.cluster) if strategy == "zen" else "balanced"
-            units = (
-                in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, self.links))
-                if strategy == "omnireduce"
-                else rows
-            )
+            units = rows
+            if strategy == "omnireduce":
+                units = in_blocks(rows, fastest_block_size(rows.width, rows.itemsize, self.links))
             found = predict(strategy, units, scheme=scheme, cluster=self.links)
             if rounds := strategy == "allreduce" and wire.is_narrower:
                 narrow = cost.all_reduce(wire.dense_bytes(prod(fact.shape)), self.world_size)
